@@ -1,0 +1,1 @@
+"""Combining updates: averages, weight rules and distances, as functions without state."""

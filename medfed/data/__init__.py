@@ -1,0 +1,1 @@
+"""Files to tensors: readers, decoding, transforms, corruption, partition, condition and the image store."""

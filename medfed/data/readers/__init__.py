@@ -1,0 +1,1 @@
+"""Readers of the public layouts, one layout a file."""

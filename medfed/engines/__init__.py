@@ -1,0 +1,1 @@
+"""Where a federation runs.  Engines move messages and know no method."""

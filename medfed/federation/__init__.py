@@ -1,0 +1,1 @@
+"""The contract between methods and engines: messages, server, client, admission, participation, checkpoint."""

@@ -1,0 +1,1 @@
+"""The round record on disk (the spool) and its copy in MLflow."""

@@ -1,0 +1,1 @@
+"""What one client does: the trainer, the sharpness-aware step, losses, networks and evaluation."""
