@@ -1,0 +1,113 @@
+"""Weighted averages of state dicts, one pass over the parameters a client.
+
+Policy of buffers (DESIGN law 8): floating tensors are averaged with the given weights, BatchNorm statistics
+included; integer and boolean tensors come from the first client in order and keep their type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from medfed.federation.messages import State
+
+# Half-precision tensors are summed in float32; everything else in its own precision.
+_ACCUMULATE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class RunningMean:
+    """A weighted mean of state dicts that arrive one after another.
+
+    Holds one accumulator, whatever the number of clients. The result depends on the order of ``add``, so callers
+    add in sorted client order.
+
+    Example:
+        >>> mean = RunningMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, weight=1.0)
+        >>> mean.add({"w": torch.tensor([4.0])}, weight=3.0)
+        >>> mean.result()["w"]
+        tensor([3.2500])
+    """
+
+    def __init__(self) -> None:
+        self._sum: State = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self.total = 0.0
+
+    def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
+        """Adds one state dict with a weight that is finite and not negative; ``state`` may change afterwards."""
+        weight = float(weight)
+        if not self._sum:
+            for name, tensor in state.items():
+                self._dtypes[name] = tensor.dtype
+                if tensor.is_floating_point():
+                    wide = _ACCUMULATE.get(tensor.dtype, tensor.dtype)
+                    self._sum[name] = tensor.detach().to(wide) * weight
+                else:
+                    self._sum[name] = tensor.detach().clone()
+        else:
+            for name, tensor in state.items():
+                if tensor.is_floating_point():
+                    total = self._sum[name]
+                    total.add_(tensor.detach().to(total.dtype), alpha=weight)
+        self.total += weight
+
+    def result(self) -> State:
+        """The mean.
+
+        Raises:
+            ValueError: nothing was added, or all weights are zero.
+        """
+        if not self.total > 0:
+            raise ValueError("the weights of an average sum to zero")
+        scale = 1.0 / self.total
+        return {
+            name: total.mul(scale).to(self._dtypes[name]) if total.is_floating_point() else total.clone()
+            for name, total in self._sum.items()
+        }
+
+
+def weighted_mean(states: Sequence[Mapping[str, torch.Tensor]], weights: Sequence[float]) -> State:
+    """Averages state dicts that are all at hand.
+
+    Works through one tensor at a time in blocks that stay in the processor's cache, so that the inputs are read
+    once and nothing is written but the result.
+
+    Args:
+        states: state dicts with the same keys and shapes, in sorted client order.
+        weights: one weight a state dict, not negative; they need not sum to one.
+
+    Returns:
+        A new state dict: sum of w_k x_k over sum of w_k for floating tensors, the first client's for the others.
+
+    Raises:
+        ValueError: no state, lengths that differ, or weights that sum to zero.
+    """
+    if not states or len(states) != len(weights):
+        raise ValueError(f"{len(states)} states with {len(weights)} weights")
+    total = float(sum(weights))
+    if not total > 0:
+        raise ValueError("the weights of an average sum to zero")
+    shares = [float(w) / total for w in weights]
+    mean: State = {}
+    for name, first in states[0].items():
+        if not first.is_floating_point():
+            mean[name] = first.detach().clone()
+            continue
+        mean[name] = _mean_of([s[name] for s in states], shares)
+    return mean
+
+
+def _mean_of(tensors: list[torch.Tensor], shares: list[float], block: int = 1 << 16) -> torch.Tensor:
+    wide = _ACCUMULATE.get(tensors[0].dtype, tensors[0].dtype)
+    result = torch.empty(tensors[0].shape, dtype=wide, device=tensors[0].device)
+    flat = result.view(-1)
+    rows = [t.detach().reshape(-1) for t in tensors]
+    step = block if flat.device.type == "cpu" else max(flat.numel(), 1)
+    for start in range(0, flat.numel(), step):
+        part = flat[start : start + step]
+        torch.mul(rows[0][start : start + step].to(wide), shares[0], out=part)
+        for row, share in zip(rows[1:], shares[1:]):
+            part.add_(row[start : start + step].to(wide), alpha=share)
+    return result.to(tensors[0].dtype)

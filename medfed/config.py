@@ -1,0 +1,280 @@
+"""The experiment file: YAML, validated before anything starts.
+
+An unknown key is answered with the nearest known one; ``--set key.sub=value`` changes any key; the resolved file is
+saved with the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from medfed.data.condition import ConditionSpec
+from medfed.errors import ConfigError, nearest
+from medfed.tracking.settings import TrackingSettings
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CohortSection(BaseModel):
+    """Whose images: a reader, its root folder, and the reader's own options.
+
+    Args:
+        reader: name of a reader (``medfed inspect --help`` lists them).
+        root: folder or file that the reader starts from; ``~`` and environment variables are expanded.
+        options: every further key goes to the reader.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    reader: str
+    root: Path
+
+    @field_validator("root", mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return os.path.expanduser(os.path.expandvars(value)) if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The reader's own options."""
+        return dict(self.model_extra or {})
+
+
+class Participation(Section):
+    """Who takes part in a round and how long the server waits.
+
+    Args:
+        fraction: share of the clients asked in a round, drawn anew each round.
+        quorum: fewest admitted replies for a round to count; with fewer the previous model is kept.
+        timeout: seconds the server waits for the quorum; None waits for ever.
+        grace: further seconds for late replies once the quorum is there.
+        dropout: simulation only: probability that an asked client does not answer in a round.
+    """
+
+    fraction: float = Field(1.0, gt=0, le=1)
+    quorum: int = Field(1, ge=1)
+    timeout: float | None = Field(None, gt=0)
+    grace: float = Field(0.0, ge=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
+class EngineSection(Section):
+    """Where the federation runs.
+
+    Args:
+        kind: ``local``: in this process or in worker processes of this machine.
+        workers: clients trained side by side; ``auto`` decides by the machine and the cost of a client.
+        threads: intra-op threads a worker; ``auto`` shares the cores out.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        amp: automatic mixed precision (float16 on CUDA, bfloat16 on a CPU).
+        channels_last: memory format of the network; much faster for depthwise networks on some CPUs.
+        compile: ``torch.compile`` of the network.
+    """
+
+    kind: Literal["local"] = "local"
+    workers: int | Literal["auto"] = "auto"
+    threads: int | Literal["auto"] = "auto"
+    device: str = "auto"
+    amp: bool = False
+    channels_last: bool = False
+    compile: bool = False
+
+    @field_validator("workers", "threads")
+    @classmethod
+    def _positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1, or 'auto'")
+        return value
+
+
+class EvaluationSection(Section):
+    """What is measured after a round.
+
+    Args:
+        every: rounds between evaluations; the last five rounds and the last one are always evaluated.
+        batch_size: images a forward pass.
+        last: rounds averaged for the final table (the paper averages the last five).
+        keep_predictions: rounds of per-sample predictions kept on disk (the newest ones).
+    """
+
+    every: int = Field(1, ge=1)
+    batch_size: int = Field(64, ge=1)
+    last: int = Field(5, ge=1)
+    keep_predictions: int = Field(5, ge=0)
+
+
+class Experiment(Section):
+    """One experiment: cohort, condition, bundle, method, engine.
+
+    Args:
+        name: short name, part of the run's folder.
+        cohort: whose images.
+        condition: split, partition, corruption: the setting that all methods of a comparison share.
+        bundle: a MONAI bundle: name of one that ships with medfed, or a folder.
+        overrides: bundle keys to change, e.g. ``{batch_size: 16, "network_def::name": resnet18}``.
+        method: name, or mapping with ``name`` and the method's own settings.
+        rounds: communication rounds.
+        seed: seeds training; the condition has its own seed, which defaults to this one.
+        output: folder of the runs.
+        cache: folder of the image store; holds prepared images, so treat it like the images themselves.
+    """
+
+    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")
+    cohort: CohortSection
+    condition: ConditionSpec = Field(default_factory=ConditionSpec)
+    bundle: str
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    method: dict[str, Any]
+    rounds: int = Field(10, ge=1)
+    seed: int = Field(0, ge=0)
+    participation: Participation = Field(default_factory=Participation)
+    engine: EngineSection = Field(default_factory=EngineSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    output: Path = Path("runs")
+    cache: Path | None = None
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method(cls, value: Any) -> Any:
+        value = {"name": value} if isinstance(value, str) else value
+        if isinstance(value, Mapping) and not isinstance(value.get("name"), str):
+            raise ValueError("needs a 'name'")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _seed(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            condition = data.get("condition")
+            condition = {} if condition is None else condition
+            if isinstance(condition, dict) and condition.get("seed") is None:
+                data = {**data, "condition": {**condition, "seed": data.get("seed", 0)}}
+        return data
+
+    @property
+    def cache_dir(self) -> Path:
+        """The folder of the image store."""
+        given = self.cache or os.environ.get("MEDFED_CACHE") or Path.home() / ".cache" / "medfed"
+        return Path(os.path.expanduser(given))
+
+    def dump(self) -> str:
+        """The resolved experiment as YAML."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML mapping.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML or is not a mapping; says the line.
+    """
+    if not path.is_file():
+        raise ConfigError("there is no such experiment file.", where=str(path), fix="Give the path of a YAML file.")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise ConfigError(f"not valid YAML{line}: {problem}.", where=str(path), fix="Mend that line.") from None
+    except UnicodeDecodeError:
+        raise ConfigError("is not UTF-8 text.", where=str(path), fix="Save it as UTF-8.") from None
+    if not isinstance(data, dict):
+        raise ConfigError("is not a mapping of keys to values.", where=str(path), fix="See configs/ for examples.")
+    return data
+
+
+def apply_sets(data: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
+    """Applies ``key.sub=value`` changes; values are read as YAML. Returns a new mapping.
+
+    Bundle keys hold ``::`` and may hold dots; below ``overrides`` the rest of the path is one key.
+    """
+    data = dict(data)
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"'{text}' is not key=value.", where="--set", fix="Write e.g. --set method.q=1.0")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"the value of '{key}' is not valid YAML.", where="--set", fix="Quote it.") from None
+        parts = key.split(".", 1) if key.startswith("overrides.") else key.split(".")
+        if parts == ["method"]:
+            data["method"] = parsed
+            continue
+        node = data
+        for part in parts[:-1]:
+            child = node.get(part)
+            if part == "method" and isinstance(child, str):
+                child = {"name": child}
+            if child is not None and not isinstance(child, dict):
+                raise ConfigError(f"'{part}' is not a section.", where=f"--set {key}", fix="Check the key.")
+            node[part] = dict(child or {})
+            node = node[part]
+        node[parts[-1]] = parsed
+    return data
+
+
+def validate(data: Mapping[str, Any], where: str) -> Experiment:
+    """Validates an experiment.
+
+    Args:
+        data: the mapping as read from YAML.
+        where: named in messages.
+
+    Raises:
+        ConfigError: one line a fault, with the nearest known key for an unknown one.
+    """
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n  ".join(explain(error, Experiment)), where=where) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One sentence a fault of a validation error, with the nearest known key for an unknown one."""
+    lines = []
+    for fault in error.errors():
+        path = [str(p) for p in fault["loc"]]
+        key = ".".join(path) or "the file"
+        if fault["type"] == "extra_forbidden":
+            known = _fields_at(model, path[:-1])
+            lines.append(f"unknown key '{key}'. {nearest(path[-1], known)}")
+        elif fault["type"] == "missing":
+            lines.append(f"'{key}' is missing.")
+        else:
+            lines.append(f"'{key}': {fault['msg'].removeprefix('Value error, ')} (given: {fault['input']!r:.80}).")
+    return lines
+
+
+def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
+    for part in path:
+        info = model.model_fields.get(part)
+        if info is None:
+            continue
+        candidates = [info.annotation, *getattr(info.annotation, "__args__", ())]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if models:
+            model = models[0]
+    return list(model.model_fields)
+
+
+def load_experiment(path: Path, sets: Iterable[str] = ()) -> Experiment:
+    """Reads and validates an experiment file; relative ``cohort.root`` and ``bundle`` folders start at the file."""
+    data = apply_sets(read_yaml(path), sets)
+    cohort = data.get("cohort")
+    if isinstance(cohort, dict) and isinstance(cohort.get("root"), str):
+        root = Path(os.path.expanduser(os.path.expandvars(cohort["root"])))
+        if not root.is_absolute() and not root.exists() and (path.parent / root).exists():
+            data["cohort"] = {**cohort, "root": str((path.parent / root).resolve())}
+    return validate(data, str(path))

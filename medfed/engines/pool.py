@@ -1,0 +1,221 @@
+"""Clients side by side in resident worker processes, with the same result for any number of workers.
+
+One broadcast goes through shared memory; each worker trains with its own resident model and leaves replies in its
+own slots; the server consumes them in sorted client order, so the order of the floating-point sums never depends on
+who was faster. Workers live as long as the engine; control messages are JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from medfed.engines.buffers import SharedBuffer, decode, encode, message_fields, scratch_folder
+from medfed.engines.host import ClientHost
+from medfed.errors import FederationError
+from medfed.federation.client import Request
+from medfed.federation.messages import Message, Refusal
+from medfed.federation.server import Patience
+
+HostFactory = Callable[[], ClientHost]
+
+
+class PoolEngine:
+    """Runs clients in worker processes of this machine.
+
+    Args:
+        clients: names of all clients.
+        make_host: builds a worker's :class:`ClientHost`; runs in the worker. With ``start="spawn"`` it must be
+            importable (a module-level function or a partial of one).
+        workers: number of processes.
+        threads: intra-op threads of each.
+        model_bytes: size of one model, to choose the number of reply slots.
+        start: ``"fork"`` (instant; the parent must not have trained before) or ``"spawn"`` (needed for CUDA).
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[str],
+        make_host: HostFactory,
+        *,
+        workers: int,
+        threads: int = 1,
+        model_bytes: int = 0,
+        start: str = "fork",
+    ):
+        self._clients = tuple(sorted(clients))
+        self._slots = max(2, min(8, (64 << 20) // max(model_bytes, 1)))
+        self._folder = scratch_folder(model_bytes * (1 + workers * self._slots))
+        self._down = SharedBuffer(self._folder / "down")
+        self._up = [[SharedBuffer(self._folder / f"up-{w}-{s}") for s in range(self._slots)] for w in range(workers)]
+        context = multiprocessing.get_context(start)
+        self._pipes: list[Connection] = []
+        self._workers = []
+        for w in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work,
+                args=(theirs, make_host, threads, str(self._folder), w, self._slots),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._workers.append(process)
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """All clients, sorted."""
+        return self._clients
+
+    def exchange(
+        self, request: Request, clients: Sequence[str], patience: Patience
+    ) -> Iterator[tuple[str, Message | Refusal]]:
+        """Serves the clients side by side and yields in order; see :class:`medfed.federation.server.Engine`.
+
+        A worker that dies takes only the clients it was working on out of the round.
+        """
+        layout, size = self._down.pack(request.message.tensors)
+        head = {
+            "task": request.task,
+            "round": request.round,
+            "step": request.step,
+            "confirmed": request.confirmed,
+            **message_fields(request.message, layout, size),
+        }
+        for w in self._alive():
+            self._send(w, encode("request", **head))
+        todo = deque(clients)
+        given: list[deque[str]] = [deque() for _ in self._pipes]
+        held = [0] * len(self._pipes)
+        done: dict[str, tuple[int, int, Message | Refusal]] = {}
+        try:
+            for name in clients:
+                while name not in done:
+                    self._hand_out(todo, given, held)
+                    self._collect(given, held, done, todo)
+                worker, slot, answer = done.pop(name)
+                yield name, answer
+                if slot >= 0:
+                    held[worker] -= 1
+        finally:
+            # Who stops listening half-way must not find these answers in the next request.
+            while any(given):
+                self._collect(given, held, {}, deque())
+
+    def _hand_out(self, todo: deque[str], given: list[deque[str]], held: list[int]) -> None:
+        # Two clients at a time a worker, so that it need not wait for us; never more than its reply slots.
+        for depth in (1, 2):
+            for w in self._alive():
+                if todo and len(given[w]) < depth and held[w] + len(given[w]) < self._slots:
+                    name = todo.popleft()
+                    given[w].append(name)
+                    self._send(w, encode("client", client=name))
+
+    def _collect(
+        self,
+        given: list[deque[str]],
+        held: list[int],
+        done: dict[str, tuple[int, int, Message | Refusal]],
+        todo: deque[str],
+    ) -> None:
+        busy = [w for w in range(len(self._pipes)) if given[w]]
+        if not busy:
+            if not self._alive():
+                for name in todo:
+                    done[name] = (-1, -1, Refusal(name, "no worker process is left"))
+                todo.clear()
+            return
+        sentinels = {self._pipes[w]: w for w in busy}
+        for ready in wait(list(sentinels)):
+            w = sentinels[ready]  # type: ignore[index]
+            try:
+                fields = decode(self._pipes[w].recv_bytes())
+            except (EOFError, OSError):
+                code = self._bury(w)
+                for name in given[w]:
+                    done[name] = (w, -1, Refusal(name, f"its worker process died (exit code {code})"))
+                given[w].clear()
+                continue
+            name = given[w].popleft()
+            if fields["kind"] == "refusal":
+                done[name] = (w, -1, Refusal(name, fields["reason"]))
+            else:
+                views = self._up[w][fields["slot"]].views(fields["layout"], fields["size"])
+                done[name] = (w, fields["slot"], Message(views, fields["values"]))
+                held[w] += 1
+
+    def _alive(self) -> list[int]:
+        return [w for w, process in enumerate(self._workers) if process is not None]
+
+    def _send(self, worker: int, data: bytes) -> None:
+        # A broken pipe is noticed, with the clients that the worker held, when we next wait for it.
+        with contextlib.suppress(BrokenPipeError, OSError):
+            self._pipes[worker].send_bytes(data)
+
+    def _bury(self, worker: int) -> int | None:
+        process = self._workers[worker]
+        self._workers[worker] = None  # type: ignore[call-overload]
+        process.join(timeout=5)
+        return process.exitcode
+
+    def close(self) -> None:
+        """Ends the workers and removes the shared buffers."""
+        for w in self._alive():
+            self._send(w, encode("stop"))
+        for process in self._workers:
+            if process is not None:
+                process.join(timeout=5)
+                if process.is_alive():
+                    process.kill()
+                    process.join(timeout=5)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, worker: int, slots: int) -> None:
+    """A worker's life: receive a request, serve the clients named to it, leave replies in slots in turn."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and the server ends its workers
+    parent = os.getppid()
+    torch.set_num_threads(threads)
+    host = make_host()
+    down = SharedBuffer(Path(folder) / "down")
+    up = [SharedBuffer(Path(folder) / f"up-{worker}-{s}") for s in range(slots)]
+    request: Request | None = None
+    turn = 0
+    while True:
+        while not pipe.poll(5.0):
+            if os.getppid() != parent:
+                os._exit(1)  # the server was killed: do not linger
+        try:
+            fields = decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        if fields["kind"] == "stop":
+            return
+        if fields["kind"] == "request":
+            message = Message(down.views(fields["layout"], fields["size"]), fields["values"])
+            request = Request(fields["task"], fields["round"], fields["step"], fields["confirmed"], message)
+            continue
+        if request is None:
+            raise FederationError("a worker was given a client before a request.")
+        answer = host.serve(fields["client"], request)
+        if isinstance(answer, Refusal):
+            pipe.send_bytes(encode("refusal", reason=answer.reason))
+            continue
+        layout, size = up[turn].pack(answer.tensors)
+        try:
+            reply = encode("reply", slot=turn, **message_fields(answer, layout, size))
+        except TypeError as error:
+            pipe.send_bytes(encode("refusal", reason=f"its reply holds what is no plain value: {error}"))
+            continue
+        pipe.send_bytes(reply)
+        turn = (turn + 1) % slots

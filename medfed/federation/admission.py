@@ -1,0 +1,78 @@
+"""The door: every reply is checked before anything is combined.
+
+A reply that fails leaves its client out of the round, with the reason in the record (DESIGN law 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from medfed.federation.messages import Message, State, first_non_finite
+
+
+def check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> str | None:
+    """Compares a state dict with the one that was sent.
+
+    Args:
+        state: what the client returned.
+        reference: what it must look like.
+
+    Returns:
+        None, or what is wrong: missing or unexpected keys, a shape or a dtype that differs.
+    """
+    missing = [k for k in reference if k not in state]
+    if missing:
+        return f"{len(missing)} tensors missing, first '{missing[0]}'"
+    unexpected = [k for k in state if k not in reference]
+    if unexpected:
+        return f"{len(unexpected)} unexpected tensors, first '{unexpected[0]}'"
+    for name, tensor in state.items():
+        if tensor.shape != reference[name].shape:
+            return f"'{name}' has shape {tuple(tensor.shape)}, expected {tuple(reference[name].shape)}"
+        if tensor.dtype != reference[name].dtype:
+            return f"'{name}' has dtype {tensor.dtype}, expected {reference[name].dtype}"
+    return None
+
+
+def first_bad_tensor(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor that holds a NaN or an infinity, or None.
+
+    A sum is finite only if every term is (or terms overflow), so most tensors are read once; a non-finite sum is
+    then looked at element by element.
+    """
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            continue
+        if not torch.isfinite(tensor.sum()).item() and not torch.isfinite(tensor).all().item():
+            return name
+    return None
+
+
+def check_reply(message: Message, expect: Mapping[str, State]) -> str | None:
+    """Checks one reply.
+
+    Args:
+        message: the reply.
+        expect: the groups that it must hold, each as the state dict that it must look like.
+
+    Returns:
+        None when the reply is admitted, otherwise the reason for leaving it out.
+    """
+    samples = message.values.get("samples")
+    if samples is not None and not (
+        isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples > 0
+    ):
+        return f"sample count is {samples!r}, not above 0"
+    bad_value = first_non_finite(message.values)
+    if bad_value:
+        return f"{bad_value} is not finite"
+    for group, reference in expect.items():
+        fault = check_state(message.group(group), reference)
+        if fault:
+            return f"{group}: {fault}"
+    bad_tensor = first_bad_tensor(message.tensors)
+    if bad_tensor:
+        return f"'{bad_tensor}' holds NaN or infinite numbers"
+    return None

@@ -1,0 +1,98 @@
+"""What belongs to a client and stays with it: corrected labels, label logits, a previous model.
+
+Memory is versioned by the request that wrote it. A server that restarts from its checkpoint repeats some requests;
+the client then goes back to what it knew before the repeated request, so that a resumed run is the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medfed.federation.messages import check_plain
+from medfed.federation.state import read_tensors, write_tensors
+
+
+class ClientMemory(MutableMapping[str, Any]):
+    """A mapping of names to tensors or plain values, saved at the client's side.
+
+    Args:
+        folder: where versions are stored, or None to keep nothing on disk.
+    """
+
+    def __init__(self, folder: Path | None = None):
+        self._folder = folder
+        self._items: dict[str, Any] = {}
+        self._changed = False
+        self._loaded: int | None = None
+
+    def open(self, step: int, confirmed: int) -> None:
+        """Goes to the newest version written before request ``step``.
+
+        Args:
+            step: number of the request about to be served.
+            confirmed: the last request that the server's checkpoint has seen; older versions than the newest one
+                up to it are removed.
+        """
+        if self._folder is None:
+            return
+        versions = self._versions()
+        for late in [v for v in versions if v >= step]:
+            self._path(late).unlink(missing_ok=True)
+        before = [v for v in versions if v < step]
+        settled = [v for v in before if v <= confirmed]
+        for old in settled[:-1]:
+            self._path(old).unlink(missing_ok=True)
+        newest = before[-1] if before else None
+        if newest != self._loaded or self._changed:
+            self._items = self._read(newest) if newest is not None else {}
+            self._loaded = newest
+        self._changed = False
+
+    def save(self, step: int) -> None:
+        """Writes a version for request ``step`` if anything changed since :meth:`open`."""
+        if not self._changed:
+            return
+        if self._folder is not None:
+            tensors = {k: v for k, v in self._items.items() if isinstance(v, torch.Tensor)}
+            plain = {k: v for k, v in self._items.items() if k not in tensors}
+            write_tensors(self._path(step), tensors, plain)
+            self._loaded = step
+        self._changed = False
+
+    def _versions(self) -> list[int]:
+        if self._folder is None or not self._folder.is_dir():
+            return []
+        return sorted(int(p.stem.split("-")[1]) for p in self._folder.glob("memory-*.safetensors"))
+
+    def _path(self, step: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"memory-{step:08d}.safetensors"
+
+    def _read(self, step: int) -> dict[str, Any]:
+        tensors, plain = read_tensors(self._path(step))
+        return {**plain, **tensors}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._items[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu().clone()
+        else:
+            check_plain(value, name)
+        self._items[name] = value
+        self._changed = True
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
+        self._changed = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)

@@ -1,0 +1,57 @@
+"""What a method is: a server program and a set of client tasks.
+
+The program is plain sequential code, a generator over a ``server`` that yields once a round. A task is a function of
+(client, message) that returns a message. Both halves of a method stand in one file under :mod:`medfed.methods`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from medfed.federation.messages import Message
+
+if TYPE_CHECKING:
+    from medfed.federation.client import Client
+    from medfed.federation.server import RoundReport, Server
+
+ClientTask = Callable[["Client", Message], Message]
+Program = Callable[["Server", Any], Iterator["RoundReport"]]
+
+
+class MethodSettings(BaseModel):
+    """Base of a method's settings: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method.
+
+    Args:
+        name: as written in an experiment file.
+        title: one line for ``medfed methods``.
+        paper: where it was published.
+        program: the server's half.
+        tasks: the clients' half, by task name.
+        settings: class of the method's settings.
+        sends: what a client sends besides its model.
+        keeps: what a client keeps between rounds.
+        needs: what the method needs beyond labelled images.
+        task_kinds: kinds of labels that it admits.
+    """
+
+    name: str
+    title: str
+    paper: str
+    program: Program
+    tasks: Mapping[str, ClientTask]
+    settings: type[MethodSettings] = MethodSettings
+    sends: str = "-"
+    keeps: str = "-"
+    needs: str = "-"
+    task_kinds: tuple[str, ...] = field(default=("multiclass", "multilabel"))

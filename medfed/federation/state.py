@@ -1,0 +1,152 @@
+"""The server's whole state in one object, and its checkpoint on disk.
+
+Tensors are stored as safetensors and plain values as JSON in the file's header; nothing is pickled (DESIGN law 3).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from medfed.errors import FederationError
+from medfed.federation.messages import Message, State, check_plain
+
+
+@dataclass
+class ServerState:
+    """All that the server knows between rounds.
+
+    Args:
+        model: the global model's state dict.
+        round: the last completed round, 0 before the first.
+        step: requests sent so far; orders the versions of client memories.
+        notes: what a method keeps, by name: each a :class:`Message` of tensors and plain values.
+    """
+
+    model: State
+    round: int = 0
+    step: int = 0
+    notes: dict[str, Message] = field(default_factory=dict)
+
+
+def save_state(state: ServerState, folder: Path) -> Path:
+    """Writes a checkpoint atomically; the one before it is kept as ``previous.safetensors``.
+
+    Raises:
+        FederationError: the disk is full or cannot be written; the last checkpoint is intact.
+    """
+    tensors: State = {f"model/{k}": t for k, t in state.model.items()}
+    values: dict[str, Any] = {}
+    for name, note in state.notes.items():
+        check_plain(dict(note.values), name)
+        values[name] = dict(note.values)
+        tensors |= {f"note/{name}/{k}": t for k, t in note.tensors.items()}
+    header = {"round": state.round, "step": state.step, "notes": values}
+    return write_tensors(folder / "state.safetensors", tensors, header, keep=folder / "previous.safetensors")
+
+
+def load_state(folder: Path) -> ServerState | None:
+    """Reads the newest readable checkpoint, or returns None where there is none.
+
+    Raises:
+        FederationError: checkpoints are there, but none can be read.
+    """
+    faults = []
+    for path in (folder / "state.safetensors", folder / "previous.safetensors"):
+        if not path.exists():
+            continue
+        try:
+            tensors, header = read_tensors(path)
+        except (SafetensorError, ValueError, OSError) as error:
+            faults.append(f"{path.name} ({error})")
+            continue
+        notes = {}
+        for name, values in header["notes"].items():
+            prefix = f"note/{name}/"
+            notes[name] = Message({k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}, values)
+        model = {k[len("model/") :]: t for k, t in tensors.items() if k.startswith("model/")}
+        return ServerState(model, header["round"], header["step"], notes)
+    if faults:
+        raise FederationError(
+            f"no checkpoint can be read: {'; '.join(faults)}.", where=str(folder), fix="Start the run anew."
+        )
+    return None
+
+
+def write_tensors(path: Path, tensors: State, header: dict[str, Any], keep: Path | None = None) -> Path:
+    """Writes tensors and a JSON header to one file, atomically and durably.
+
+    Args:
+        path: the file.
+        tensors: tensors by name, on any device; views are allowed.
+        header: plain values.
+        keep: where the file that stood there before goes.
+
+    Raises:
+        FederationError: the disk is full or cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".writing")
+    packed = {k: t.detach().cpu().contiguous() for k, t in tensors.items()}
+    try:
+        save_file(_unshared(packed), new, metadata={"medfed": json.dumps(header, allow_nan=False)})
+        with open(new, "rb+") as handle:
+            os.fsync(handle.fileno())
+        if keep is not None and path.exists():
+            os.replace(path, keep)
+        os.replace(new, path)
+        sync_folder(path.parent)
+    except (OSError, SafetensorError) as error:
+        new.unlink(missing_ok=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        raise FederationError(
+            "the disk is full." if full else f"cannot be written ({error}).",
+            where=str(path),
+            fix="The last checkpoint is intact: make room, then `medfed resume` the run.",
+        ) from None
+    return path
+
+
+def read_tensors(path: Path) -> tuple[State, dict[str, Any]]:
+    """Reads what :func:`write_tensors` wrote."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if "medfed" not in metadata:
+            raise ValueError("not written by medfed")
+        return {k: file.get_tensor(k) for k in file.keys()}, json.loads(metadata["medfed"])  # noqa: SIM118
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes a rename in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unshared(tensors: State) -> State:
+    # safetensors refuses tensors that share memory; views of one buffer are cloned.
+    seen: set[int] = set()
+    out: State = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        out[name] = tensor if whole and address not in seen else tensor.clone()
+        seen.add(address)
+    return out
+
+
+def same_state(one: State, other: State) -> bool:
+    """Whether two state dicts are bitwise the same."""
+    return one.keys() == other.keys() and all(
+        one[k].dtype == other[k].dtype and torch.equal(one[k], other[k]) for k in one
+    )

@@ -1,0 +1,135 @@
+"""FedISM: sharpness-aware local training and sharpness-aware aggregation against image-quality shift.
+
+Wu, Yu, et al. From Optimization to Generalization: Fair Federated Learning against Quality Shift via Inter-Client
+Sharpness Matching. IJCAI 2024. Equation numbers are the paper's.
+
+Each round, every client measures on its whole training set how much the loss of the *received* model rises within the
+radius (Eq. 8; eval mode, plain cross-entropy) and sends that scalar; then it trains with GSAM (Eq. 11, SALT). The
+server weights the trained models by sharpness (Eq. 13, SAGA), averaged over rounds (Eq. 14).
+
+The scalar is asked for before training, not with the trained model: the weights are then known when models arrive, and
+the server adds each to a running sum instead of holding all of them. What is computed and sent is the same.
+
+FedISM+ (``name: fedism_plus``, arXiv 2503.09587) lets the radius grow as ((t+1)/T)^0.5 in training and measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field, model_validator
+
+from medfed.aggregation.weights import by_samples, by_sharpness, moving_average, normalised
+from medfed.federation.client import Client
+from medfed.federation.messages import Message
+from medfed.federation.method import Method
+from medfed.federation.server import RoundReport, Server
+from medfed.methods.local_training import LocalTraining, Salt, train
+
+
+class FedISMSettings(LocalTraining):
+    """Settings of FedISM.
+
+    Args:
+        salt: sharpness-aware local training; ``false`` gives the ablation "SAGA only". Its radius is also that of
+            the measured sharpness, unless ``measure`` says otherwise.
+        saga: sharpness-aware aggregation; ``false`` gives the ablation "SALT only" (sample-count weights).
+        measure: radius of the measured sharpness; by default that of ``salt`` (or the paper's 0.05).
+        q: how strongly weights follow sharpness (2.0 in the paper; 0 gives equal weights).
+        beta: share of the new weight in the moving average over rounds (0.5; 1 switches it off).
+    """
+
+    salt: Salt | None = Salt()
+    saga: bool = True
+    measure: Salt | None = None
+    q: float = Field(2.0, ge=0)
+    beta: float = Field(0.5, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _something(self) -> FedISMSettings:
+        if self.salt is None and not self.saga:
+            raise ValueError("without salt and saga this is FedAvg; use method: fedavg")
+        return self
+
+    @property
+    def probe(self) -> Salt:
+        """Radius of the measured sharpness."""
+        return self.measure or self.salt or Salt()
+
+
+class FedISMPlusSettings(FedISMSettings):
+    """FedISM+: as FedISM, with a radius that grows over the rounds."""
+
+    salt: Salt | None = Salt(power=0.5)
+
+
+def sharpness(client: Client, message: Message) -> Message:
+    """Client task: sharpness of the received model on the client's training set (Eq. 8).
+
+    Args:
+        client: the client.
+        message: group ``model``; values ``rho`` and ``radius``.
+
+    Returns:
+        Values ``samples``, ``sharpness`` S_k and ``received_loss``, the mean loss of the received model.
+    """
+    client.load(message.group("model"))
+    measured = client.trainer.sharpness(
+        client.data, message.values["rho"], radius=message.values["radius"], kind=client.task.kind
+    )
+    return Message.of(
+        {
+            "samples": client.num_samples,
+            "sharpness": measured.sharpness,
+            "received_loss": measured.loss,
+        }
+    )
+
+
+def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
+    """theta_{t+1} = sum_k w_{k,t} theta_k with w from sharpness (Eqs. 13 and 14)."""
+    for round in server.rounds():
+        model = server.model
+        probe = {
+            "rho": settings.probe.radius_at(round, server.num_rounds),
+            "radius": settings.probe.radius,
+        }
+        measured = server.ask("sharpness", Message.of(probe, model=model))
+        if not measured:
+            yield server.report(measured)
+            continue
+        if settings.saga:
+            kept = server.notes["weights"].values if "weights" in server.notes else None
+            weights = moving_average(by_sharpness(measured.value("sharpness"), settings.q), kept, settings.beta)
+        else:
+            weights = by_samples(measured.value("samples"))
+        request = Message.of(settings.request(round, server.num_rounds), model=model)
+        replies = server.ask("train", request, clients=measured.clients, mean="model", weight=weights)
+        if replies:
+            server.model = replies.mean["model"]
+            if settings.saga:
+                previous = dict(server.notes["weights"].values) if "weights" in server.notes else {}
+                server.notes["weights"] = Message(values={**previous, **weights})
+        server.report(measured)
+        yield server.report(replies, weight=normalised(weights, replies.clients) if replies else {})
+
+
+METHOD = Method(
+    name="fedism",
+    title="Sharpness-aware training and sharpness-weighted aggregation (image-quality shift)",
+    paper="Wu et al., IJCAI 2024",
+    program=program,
+    tasks={"sharpness": sharpness, "train": train},
+    settings=FedISMSettings,
+    sends="sample count, sharpness",
+)
+
+PLUS = Method(
+    name="fedism_plus",
+    title="FedISM with a radius that grows over the rounds",
+    paper="Wu et al., arXiv 2503.09587",
+    program=program,
+    tasks={"sharpness": sharpness, "train": train},
+    settings=FedISMPlusSettings,
+    sends="sample count, sharpness",
+)

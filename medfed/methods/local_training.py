@@ -1,0 +1,116 @@
+"""Local training that methods share: settings, the server's half of the message, the client's task."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from medfed.federation.client import Client
+from medfed.federation.messages import Message
+from medfed.federation.method import MethodSettings
+
+
+class Salt(MethodSettings):
+    """Sharpness-aware local training (FedISM, Eq. 11; GSAM, Zhuang et al. 2022).
+
+    Args:
+        rho: radius of the perturbation (0.05 in the paper, for ResNet-18 with BatchNorm).
+        alpha: weight of GSAM's orthogonal component; 0 gives SAM.
+        radius: ``constant`` is the paper's: one global norm. ``relative`` scales rho by the norm of the weights and
+            ``adaptive`` scales each weight's perturbation by its magnitude (ASAM), which carry over between
+            networks.
+        power: FedISM+ only: rho grows as ((t+1)/T)^power over the rounds t = 0..T-1; 0 keeps it constant.
+        warmup: rounds over which rho rises linearly from rho/warmup; 0 for none.
+    """
+
+    rho: float = Field(0.05, gt=0)
+    alpha: float = Field(0.1, ge=0)
+    radius: Literal["constant", "relative", "adaptive"] = "constant"
+    power: float = Field(0.0, ge=0)
+    warmup: int = Field(0, ge=0)
+
+    def radius_at(self, round: int, rounds: int) -> float:
+        """The radius of one round, counted from 1."""
+        rho = self.rho * (round / rounds) ** self.power
+        return rho * min(1.0, round / self.warmup) if self.warmup else rho
+
+
+class LocalTraining(MethodSettings):
+    """Settings of local training.
+
+    Args:
+        local_epochs: passes over a client's data in a round.
+        learning_rate: None takes the bundle's.
+        logit_adjustment: trains on logits shifted by the log of the client's class frequencies (Menon et al.
+            2021), as FedISM's experiments do for every method.
+        salt: sharpness-aware local training; ``true`` takes the defaults.
+    """
+
+    local_epochs: int = Field(1, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    logit_adjustment: bool = True
+    salt: Salt | None = None
+
+    @field_validator("salt", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {} if value is True else None if value is False else value
+
+    def request(self, round: int, rounds: int) -> dict[str, Any]:
+        """The plain values of a ``train`` request in one round."""
+        values: dict[str, Any] = {
+            "epochs": self.local_epochs,
+            "learning_rate": self.learning_rate,
+            "logit_adjustment": self.logit_adjustment,
+        }
+        if self.salt is not None:
+            values["salt"] = {
+                "rho": self.salt.radius_at(round, rounds),
+                "alpha": self.salt.alpha,
+                "radius": self.salt.radius,
+            }
+        return values
+
+
+def train(client: Client, message: Message) -> Message:
+    """Client task: trains the received model on the client's data.
+
+    Args:
+        client: the client.
+        message: group ``model``; values of :meth:`LocalTraining.request`.
+
+    Returns:
+        Group ``model``; values ``samples``, ``loss`` (mean training loss before the perturbation), ``steps`` and
+        ``skipped`` (steps left out because loss or gradient was not finite).
+    """
+    client.load(message.group("model"))
+    return fit_and_reply(client, message)
+
+
+def fit_and_reply(client: Client, message: Message) -> Message:
+    """The second half of :func:`train`, for tasks that have loaded the model already."""
+    from medfed.training.losses import logit_adjustment_offsets
+    from medfed.training.objectives import ClassificationObjective
+    from medfed.training.steps import PlainStep, SharpnessAwareStep
+
+    values = message.values
+    offsets = None
+    if values["logit_adjustment"]:
+        offsets = logit_adjustment_offsets(client.class_counts(), kind=client.task.kind, total=client.num_samples)
+    salt = values.get("salt")
+    result = client.fit(
+        objective=ClassificationObjective(client.task.kind, offsets),
+        step=SharpnessAwareStep(**salt) if salt else PlainStep(),
+        epochs=values["epochs"],
+        learning_rate=values["learning_rate"],
+    )
+    return Message.of(
+        {
+            "samples": client.num_samples,
+            "loss": result.loss,
+            "steps": result.steps,
+            "skipped": result.skipped,
+        },
+        model=client.model(),
+    )
