@@ -1,0 +1,168 @@
+"""The condition: who holds what, and what is wrong with it.
+
+A condition is generated once, hashed and stored; every method of a comparison runs on the same one.  What a
+client may know (:class:`ClientView`: its sample ids and observed labels) is kept apart from the
+:class:`Truth` (true labels, which clients are corrupted, the test set), which evaluation alone reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from medfed.data import partition as parts_of
+from medfed.data.cohort import Cohort
+from medfed.data.condition_spec import ConditionSpec, CorruptionSpec, PartitionSpec
+from medfed.data.condition_store import ClientView, Condition, Truth, load
+from medfed.errors import ConfigError, DataError, nearest
+from medfed.seeding import numpy_generator
+
+__all__ = [
+    "ClientView",
+    "Condition",
+    "ConditionSpec",
+    "CorruptionSpec",
+    "PartitionSpec",
+    "Truth",
+    "generate",
+    "load",
+]
+
+
+def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[str, str] | None = None) -> Condition:
+    """Generates a condition; the same cohorts, spec and version give the same one on every machine.
+
+    Args:
+        train: the samples that clients hold.
+        test: the held-out samples; shared out over the clients by the classes that they train on, or by the
+            client column where ``kind: given`` and the column is filled.
+        spec: what to generate.
+        digests: content digest of each sample, so that the hash also covers the pixels.
+
+    Returns:
+        The condition, with rows sorted by sample id: the order in which a cohort lists its files does not
+        matter (except where ``shuffle: false`` asks for it).
+
+    Raises:
+        ConfigError: the spec cannot be met with this cohort.
+        DataError: a sample in both cohorts, or samples without a client where ``kind: given``.
+    """
+    if train.task != test.task:
+        raise DataError("The classes of training and test set differ.", where=train.name)
+    both = set(train.table["sample"]) & set(test.table["sample"])
+    if both:
+        raise DataError(f"{len(both)} samples are in training and test set, first {min(both)!r}.", where=train.name)
+    how = spec.partition
+    if how.shuffle or how.kind != "quality":
+        train = train.select(np.argsort(train.table["sample"].to_numpy(dtype=str), kind="stable"))
+    test = test.select(np.argsort(test.table["sample"].to_numpy(dtype=str), kind="stable"))
+    names, parts = _partition(train, test, spec)
+    corrupted = _corrupted(names, spec)
+    owner = np.empty(len(train), dtype=np.int64)
+    for k, rows in enumerate(parts):
+        owner[rows] = k
+    test_owner = _share_test(train, test, names, parts, spec)
+    order = np.argsort(train.table["sample"].to_numpy(dtype=str), kind="stable")
+    label_names = np.asarray(names, dtype=object)
+    truth = Truth(
+        samples=train.table["sample"].to_numpy(dtype=object)[order],
+        clients=label_names[owner][order],
+        labels=train.labels[order],
+        corrupted=corrupted,
+        test_samples=test.table["sample"].to_numpy(dtype=object),
+        test_labels=test.labels,
+        test_clients=label_names[test_owner],
+    )
+    # Observed and true labels part here: what corrupts labels replaces the copy and leaves the truth alone.
+    return Condition(spec, train.task, names, truth.labels.copy(), truth, dict(digests or {}))
+
+
+def _partition(train: Cohort, test: Cohort, spec: ConditionSpec) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    how = spec.partition
+    if how.kind == "given":
+        names, parts = parts_of.given_partition(train.table["client"].to_numpy(dtype=str))
+        held = dict(zip(names, parts))
+        # A client known from its test samples alone is a client without training samples, not nobody.
+        names = tuple(sorted({*names, *(str(c) for c in test.table["client"] if str(c).strip())}))
+        return names, [held.get(name, np.zeros(0, dtype=np.int64)) for name in names]
+    rng = numpy_generator(spec.seed, "partition", how.kind)
+    groups = train.table["patient"].to_numpy(dtype=str) if how.group_by_patient else None
+    if how.kind == "quality":
+        parts = parts_of.quality_partition(
+            train.labels,
+            how.clients,
+            how.corrupted,
+            how.alpha,
+            rng,
+            groups=groups,
+            min_samples=how.min_samples,
+            shuffle=how.shuffle,
+        )
+    else:
+        parts = parts_of.dirichlet_partition(
+            train.labels, how.clients, how.alpha, rng, groups=groups, min_samples=how.min_samples
+        )
+    width = max(2, len(str(how.clients - 1)))
+    return tuple(f"client_{k:0{width}d}" for k in range(how.clients)), parts
+
+
+def _corrupted(names: tuple[str, ...], spec: ConditionSpec) -> tuple[str, ...]:
+    how = spec.partition
+    named = how.corrupted_clients
+    if named is not None:
+        if how.kind == "quality":
+            raise ConfigError(
+                "With kind 'quality' the last clients are the corrupted ones.",
+                where="partition.corrupted_clients",
+                fix="Give partition.corrupted, or choose kind 'dirichlet'.",
+            )
+        for name in named:
+            if name not in names:
+                raise ConfigError(
+                    f"There is no client {name!r}.",
+                    where="partition.corrupted_clients",
+                    fix=nearest(name, names),
+                )
+        if how.corrupted not in (0, len(set(named))):
+            raise ConfigError(
+                f"corrupted is {how.corrupted}, but {len(set(named))} clients are named.",
+                where="partition.corrupted_clients",
+                fix="Leave partition.corrupted out.",
+            )
+        chosen = tuple(sorted(set(named)))
+    elif how.corrupted > len(names):
+        raise ConfigError(
+            f"{how.corrupted} corrupted clients of {len(names)}.",
+            where="partition.corrupted",
+            fix=f"Give a number from 0 to {len(names)}.",
+        )
+    elif how.kind == "quality":
+        chosen = names[len(names) - how.corrupted :]
+    else:
+        drawn = numpy_generator(spec.seed, "corrupted clients").choice(len(names), how.corrupted, replace=False)
+        chosen = tuple(names[k] for k in sorted(drawn))
+    if chosen and spec.corruption is None:
+        raise ConfigError(
+            f"{len(chosen)} corrupted clients, but no corruption.",
+            where="condition.corruption",
+            fix="Say what corrupts them, e.g. {kind: gaussian_noise, severity: 3}.",
+        )
+    return chosen
+
+
+def _share_test(
+    train: Cohort, test: Cohort, names: tuple[str, ...], parts: list[np.ndarray], spec: ConditionSpec
+) -> np.ndarray:
+    """The client of each test sample: its own column where given, otherwise by the classes trained on."""
+    counts = train.class_counts()
+    rows = train.task.num_classes + (train.task.kind == "multilabel")
+    shares = parts_of.class_proportions(parts_of.strata(train.labels, counts), parts, rows)
+    groups = test.table["patient"].to_numpy(dtype=str) if spec.partition.group_by_patient else None
+    classes = parts_of.strata(test.labels, counts)
+    owner = parts_of.share_test(classes, shares, numpy_generator(spec.seed, "test shares"), groups)
+    if spec.partition.kind == "given":
+        number = {name: k for k, name in enumerate(names)}
+        given = np.array([number.get(str(c), -1) for c in test.table["client"]], dtype=np.int64)
+        owner = np.where(given >= 0, given, owner)
+    return owner
