@@ -77,17 +77,13 @@ def _check(units: _Units, clients: int, alpha: float) -> None:
     if clients < 1:
         raise ConfigError(f"{clients} clients.", where="partition.clients", fix="Give at least one.")
     if not (alpha > 0 and np.isfinite(alpha)):
-        raise ConfigError(
-            f"{alpha} is not a Dirichlet parameter.", where="partition.alpha", fix="Give alpha > 0."
-        )
+        raise ConfigError(f"{alpha} is not a Dirichlet parameter.", where="partition.alpha", fix="Give alpha > 0.")
     if clients > len(units.sizes):
         fix = "Use fewer clients"
         raise ConfigError(
             f"More clients than {units.name}: {clients} clients, {len(units.sizes)} {units.name}.",
             where="partition.clients",
-            fix=f"{fix}, or set partition.group_by_patient to false."
-            if units.name == "patients"
-            else f"{fix}.",
+            fix=f"{fix}, or set partition.group_by_patient to false." if units.name == "patients" else f"{fix}.",
         )
 
 
@@ -117,9 +113,7 @@ def _draw(
     return _repair(owner, classes, sizes, clients, minimum)
 
 
-def _repair(
-    owner: np.ndarray, classes: np.ndarray, sizes: np.ndarray, clients: int, minimum: int
-) -> np.ndarray:
+def _repair(owner: np.ndarray, classes: np.ndarray, sizes: np.ndarray, clients: int, minimum: int) -> np.ndarray:
     """Moves units until every client has ``minimum`` samples; without chance, and only as many as needed.
 
     The neediest client receives one unit at a time.  Among the moves that lower the total shortage, the unit

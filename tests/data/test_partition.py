@@ -49,12 +49,8 @@ def test_every_partition_covers_once_keeps_patients_whole_and_gives_the_minimum(
 
     def draw(kind):
         if kind == "dirichlet":
-            return dirichlet_partition(
-                labels, clients, alpha, rng(seed), groups=patients, min_samples=minimum
-            )
-        return quality_partition(
-            labels, clients, corrupted, alpha, rng(seed), groups=patients, min_samples=minimum
-        )
+            return dirichlet_partition(labels, clients, alpha, rng(seed), groups=patients, min_samples=minimum)
+        return quality_partition(labels, clients, corrupted, alpha, rng(seed), groups=patients, min_samples=minimum)
 
     for kind in ("dirichlet", "quality"):
         try:
