@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from medfed.data.condition import ConditionSpec
+from medfed.data.condition_spec import ConditionSpec
 from medfed.errors import ConfigError, nearest
 from medfed.tracking.settings import TrackingSettings
 

@@ -26,6 +26,7 @@ class ClientMemory(MutableMapping[str, Any]):
     def __init__(self, folder: Path | None = None):
         self._folder = folder
         self._items: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
         self._changed = False
         self._loaded: int | None = None
 
@@ -38,6 +39,7 @@ class ClientMemory(MutableMapping[str, Any]):
                 up to it are removed.
         """
         if self._folder is None:
+            self._items, self._changed = dict(self._saved), False
             return
         versions = self._versions()
         for late in [v for v in versions if v >= step]:
@@ -61,7 +63,7 @@ class ClientMemory(MutableMapping[str, Any]):
             plain = {k: v for k, v in self._items.items() if k not in tensors}
             write_tensors(self._path(step), tensors, plain)
             self._loaded = step
-        self._changed = False
+        self._saved, self._changed = dict(self._items), False
 
     def _versions(self) -> list[int]:
         if self._folder is None or not self._folder.is_dir():

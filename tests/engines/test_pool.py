@@ -1,0 +1,128 @@
+"""Worker processes: same result for any number of them, in sorted order, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
+from toy import TASKS, make_host, make_server, round_of
+
+from medfed.engines.buffers import SharedBuffer, layout_of
+from medfed.engines.pool import PoolEngine
+from medfed.federation.messages import Message
+from medfed.federation.state import same_state
+
+SIZES = {f"c{i}": i + 1 for i in range(7)}
+
+
+@pytest.fixture
+def pool(tmp_path):
+    engines = []
+
+    def make(workers: int, **options) -> PoolEngine:
+        host = functools.partial(make_host, SIZES, tmp_path / "clients")
+        engines.append(PoolEngine(tuple(SIZES), host, workers=workers, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def ask(task: str, **values):
+    return lambda server: server.ask(task, Message.of(values, model=server.model), mean="model")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_mean_is_bitwise_that_of_one_process_whoever_is_faster(pool, workers):
+    alone = round_of(make_server(SIZES), ask("slow"))
+    together = round_of(make_server(SIZES, engine=pool(workers)), ask("slow"))
+    assert together.clients == alone.clients == tuple(sorted(SIZES))
+    assert same_state(together.mean["model"], alone.mean["model"])
+
+
+def test_several_requests_reuse_the_slots(pool):
+    server = make_server(SIZES, engine=pool(2, model_bytes=64 << 20), rounds=1)
+    assert server.engine._slots == 2
+
+    def many(server):
+        return [server.ask("train", Message.of({"i": i}, model=server.model)) for i in range(5)]
+
+    for replies in round_of(server, many):
+        assert [float(r.group("model")["w"][0]) for r in replies] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+
+
+def test_dead_worker_takes_only_its_own_clients_out(pool):
+    server = make_server(SIZES, engine=pool(2), rounds=2)
+    replies = round_of(server, ask("die", who="c3"))
+    lost = {r.client: r.reason for r in replies.refused}
+    assert "c3" in lost
+    assert len(lost) <= 2
+    assert "its worker process died (exit code 9)" in lost["c3"]
+    server.state.round = 1
+    assert len(round_of(server, ask("train"))) == 7
+
+
+def test_all_workers_dead_refuses_the_rest_instead_of_waiting(pool):
+    server = make_server(SIZES, engine=pool(1), rounds=1)
+    replies = round_of(server, ask("die", who="c1"))
+    assert replies.clients == ("c0",)
+    assert len(replies.refused) == 6
+
+
+def test_crash_in_a_worker_is_a_refusal(pool):
+    replies = round_of(make_server(SIZES, engine=pool(2)), ask("crash", who="c2"))
+    assert [(r.client, r.reason) for r in replies.refused] == [("c2", "failed with RuntimeError")]
+
+
+def test_listener_that_leaves_half_way_does_not_disturb_the_next_request(pool):
+    from medfed.federation.client import Request
+    from medfed.federation.server import Patience
+
+    engine = pool(2)
+    names = sorted(SIZES)
+    stream = engine.exchange(Request("train", 1, 1, 0, Message.of({}, model={"w": torch.zeros(1)})), names, Patience())
+    next(stream)
+    stream.close()
+    answers = dict(
+        engine.exchange(Request("train", 1, 2, 0, Message.of({}, model={"w": torch.ones(1)})), names, Patience())
+    )
+    assert len(answers) == 7
+    assert float(answers["c6"].group("model")["w"]) == 8.0
+
+
+def test_shared_folder_is_removed(tmp_path):
+    engine = PoolEngine(tuple(SIZES), functools.partial(make_host, SIZES), workers=1)
+    folder = engine._folder
+    assert folder.exists()
+    engine.close()
+    assert not folder.exists()
+
+
+def test_buffer_grows_and_keeps_types(tmp_path):
+    writer, reader = SharedBuffer(tmp_path / "b"), SharedBuffer(tmp_path / "b")
+    for size in (3, 5000, 2):
+        tensors = {
+            "f": torch.arange(size, dtype=torch.float32),
+            "i": torch.tensor(2**40),
+            "b": torch.tensor([True, False, True]),
+            "h": torch.ones(size, dtype=torch.bfloat16),
+            "e": torch.zeros(0, 4),
+        }
+        layout, total = writer.pack(tensors)
+        assert same_state(reader.views(layout, total), tensors)
+
+
+def test_layout_aligns_every_tensor():
+    layout, total = layout_of({"a": torch.zeros(1, dtype=torch.uint8), "b": torch.zeros(3)})
+    assert [offset for *_, offset in layout] == [0, 64]
+    assert total == 128
+
+
+def test_toy_tasks_are_all_known():
+    assert {"train", "slow", "die", "crash"} <= set(TASKS)

@@ -1,0 +1,101 @@
+"""Client memory: stays at the client, follows the server back after a restart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy import make_server
+
+from medfed.federation.memory import ClientMemory
+from medfed.federation.messages import Message
+from medfed.federation.state import load_state, save_state
+
+
+def test_memory_holds_tensors_and_values_over_processes(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.open(step=1, confirmed=0)
+    memory["labels"] = torch.tensor([1, 2])
+    memory["note"] = {"a": [1, None]}
+    memory.save(1)
+    again = ClientMemory(tmp_path)
+    again.open(step=2, confirmed=1)
+    assert torch.equal(again["labels"], torch.tensor([1, 2]))
+    assert again["note"] == {"a": [1, None]}
+
+
+def test_stored_tensor_does_not_follow_later_changes():
+    memory = ClientMemory()
+    labels = torch.zeros(2)
+    memory["labels"] = labels
+    labels += 1
+    assert torch.equal(memory["labels"], torch.zeros(2))
+
+
+def test_repeated_request_starts_from_what_was_known_before_it(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for step in (1, 2, 3):
+        memory.open(step, confirmed=step - 1)
+        memory["n"] = memory.get("n", 0) + 1
+        memory.save(step)
+    memory.open(step=3, confirmed=2)  # the server lost request 3
+    assert memory["n"] == 2
+
+
+def test_changes_of_a_failed_task_are_forgotten(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.open(1, 0)
+    memory["n"] = 1
+    memory.save(1)
+    memory.open(2, 1)
+    memory["n"] = 99  # the task fails here: no save
+    memory.open(3, 1)
+    assert memory["n"] == 1
+
+
+def test_old_versions_do_not_pile_up(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for step in range(1, 30):
+        memory.open(step, confirmed=step - 1)
+        memory["n"] = step
+        memory.save(step)
+    assert len(list(tmp_path.iterdir())) <= 3
+
+
+def test_memory_refuses_objects():
+    with pytest.raises(TypeError, match="not a plain value"):
+        ClientMemory()["x"] = object()
+
+
+def test_memory_without_a_folder_forgets_failed_changes():
+    memory = ClientMemory()
+    memory.open(1, 0)
+    memory["n"] = 1
+    memory.save(1)
+    memory.open(2, 1)
+    memory["n"] = 99
+    memory.open(3, 1)
+    assert memory["n"] == 1
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 2])
+def test_server_restart_repeats_requests_with_the_same_answers(tmp_path, killed_after):
+    """Three asks a round; the server dies after some of round 2's, having saved after round 1."""
+    sizes = {"c0": 1, "c1": 1}
+
+    def rounds(server, stop_in_round_2_after=None):
+        seen = []
+        for round in server.rounds():
+            for i in range(3):
+                if round == 2 and i == stop_in_round_2_after:
+                    return seen
+                replies = server.ask("remember", Message.of({}, model=server.model))
+                seen.append((round, i, replies.value("asked")))
+            server.state.round = round
+            server.save()
+        return seen
+
+    whole = rounds(make_server(sizes, tmp_path / "a", save=lambda s: save_state(s, tmp_path / "sa")))
+    rounds(make_server(sizes, tmp_path / "b", save=lambda s: save_state(s, tmp_path / "sb")), killed_after)
+    state = load_state(tmp_path / "sb")
+    resumed = rounds(make_server(sizes, tmp_path / "b", state=state, save=lambda s: save_state(s, tmp_path / "sb")))
+    assert resumed == whole[3:]
