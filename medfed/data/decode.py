@@ -131,7 +131,8 @@ def decode(path: str | Path, frame: int = 0, options: DecodeOptions | None = Non
     options = options or DecodeOptions()
     with _opened(path) as (file, kind):
         decoded = _module(kind).decode(file, frame, options)
-        if not is_finite(decoded.pixels):
+        known = decoded.kind == "hounsfield"  # its range is that of the pixels
+        if not (np.isfinite(decoded.value_range).all() if known else is_finite(decoded.pixels)):
             raise Undecodable("NaN or infinite pixel values")
         return decoded
 

@@ -1,7 +1,7 @@
-"""DICOM to pixels: Hounsfield units for CT, displayed values for everything else.
+"""DICOM to pixels.
 
-Sections of the DICOM standard are named where they are followed (PS3.3 2024).  pydicom with pylibjpeg decodes the
-transfer syntaxes; the meaning of the numbers (rescale, padding, windows, palettes, functional groups) is settled here.
+pydicom with pylibjpeg decodes the transfer syntaxes; what the numbers mean (rescale, padding, windows, palettes,
+functional groups) is settled in :mod:`medfed.data.dicom_values`.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ import numpy as np
 from pydicom import dcmread, uid
 from pydicom.dataset import Dataset
 from pydicom.pixels import as_pixel_options, get_decoder
-from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi
+from pydicom.tag import BaseTag, Tag
 
 from medfed.data.decode import Decoded, DecodeOptions, Header, Probe, Undecodable, check_frame, check_size
+from medfed.data.dicom_values import Frame, colour, displayed, hounsfield, is_hounsfield
 
 # pydicom warns of each oddity of each file; what matters of them is counted as a correction.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"pydicom|medfed\.data\.dicom")
 
-AIR = -1024.0
-_AIR_LIKE = -1000.0
 _UNDEFINED_LENGTH = 0xFFFFFFFF
 _PIXEL_KEYWORDS = {0x0010: "PixelData", 0x0008: "FloatPixelData", 0x0009: "DoubleFloatPixelData"}
 _J2K_START = b"\xff\x4f\xff\x51"  # SOC and SIZ markers, ISO/IEC 15444-1 Annex A
 
 _TEXTS = {
-    "modality": "Modality",
-    "patient_id": "PatientID",
-    "study_uid": "StudyInstanceUID",
-    "series_uid": "SeriesInstanceUID",
-    "sop_uid": "SOPInstanceUID",
-    "sop_class": "SOPClassUID",
-    "photometric": "PhotometricInterpretation",
-    "spacing": "PixelSpacing",
-    "orientation": "ImageOrientationPatient",
-    "position": "ImagePositionPatient",
-    "instance_number": "InstanceNumber",
-    "laterality": "ImageLaterality",
-    "burned_in_annotation": "BurnedInAnnotation",
+    name: Tag(keyword)
+    for name, keyword in {
+        "modality": "Modality",
+        "patient_id": "PatientID",
+        "study_uid": "StudyInstanceUID",
+        "series_uid": "SeriesInstanceUID",
+        "sop_uid": "SOPInstanceUID",
+        "sop_class": "SOPClassUID",
+        "photometric": "PhotometricInterpretation",
+        "spacing": "PixelSpacing",
+        "orientation": "ImageOrientationPatient",
+        "position": "ImagePositionPatient",
+        "instance_number": "InstanceNumber",
+        "laterality": "ImageLaterality",
+        "burned_in_annotation": "BurnedInAnnotation",
+    }.items()
 }
 
 
@@ -57,54 +59,22 @@ def decode(file: BinaryIO, frame: int, options: DecodeOptions) -> Decoded:
     """Decodes one frame of an opened DICOM file; see :func:`medfed.data.decode.decode`."""
     dataset = _read_header(file)
     _require_image(dataset)
-    frames = _frames(dataset)
-    check_frame(frame, frames)
+    check_frame(frame, _frames(dataset))
     check_size(int(dataset.get("Rows") or 0), int(dataset.get("Columns") or 0), options.max_pixels)
-    corrections: list[str] = []
-    stored, photometric = _stored_pixels(file, dataset, frame, corrections)
-    if _is_hounsfield(dataset, photometric):
-        pixels = _hounsfield(dataset, stored, frame, options, corrections)[None]
-        value_range = (float(pixels.min()), float(pixels.max()))
-        return Decoded(pixels, "hounsfield", value_range, tuple(corrections), _header(dataset))
+    this = Frame(dataset, frame)
+    stored, photometric = _stored_pixels(file, this)
+    if is_hounsfield(this, photometric):
+        units, value_range = hounsfield(this, stored, options)
+        return Decoded(units[None], "hounsfield", value_range, tuple(this.corrections), _header(dataset))
     if photometric.startswith("MONOCHROME"):
-        grey, value_range = _displayed(dataset, stored, frame, options, corrections)
+        grey, value_range = displayed(this, stored, options)
         if photometric == "MONOCHROME1":
             grey = np.float32(sum(value_range)) - grey
-            corrections.append("monochrome1_inverted")
+            this.corrections.append("monochrome1_inverted")
         pixels = grey[None]
     else:
-        pixels, value_range = _colour(dataset, stored, photometric, corrections)
-    return Decoded(pixels, "image", value_range, tuple(corrections), _header(dataset))
-
-
-def wraps_12_bit(bits_stored: int, pixel_representation: int, intercept: float) -> bool:
-    """Whether a CT may be of the RSNA 2019 kind whose negative values wrapped around.
-
-    Unsigned 12-bit pixels with an intercept near 0 cannot hold air (-1000 HU).
-    """
-    return bits_stored == 12 and pixel_representation == 0 and intercept > -100
-
-
-def window(values: np.ndarray, centre: float, width: float, function: str = "LINEAR") -> np.ndarray:
-    """Applies a window, PS3.3 C.11.2.1.2 and C.11.2.1.3.
-
-    Args:
-        values: float32, after the modality transform.
-        centre: window centre.
-        width: window width; at least 1 for ``LINEAR``, above 0 otherwise.
-        function: ``LINEAR``, ``LINEAR_EXACT`` or ``SIGMOID``.
-
-    Returns:
-        float32 in 0..255, not rounded.
-    """
-    if function == "SIGMOID":
-        with np.errstate(over="ignore"):
-            return (255 / (1 + np.exp(-4 * (values - centre) / width))).astype(np.float32)
-    if function != "LINEAR_EXACT":  # the standard's LINEAR counts integer grey levels: c - 0.5, w - 1
-        centre, width = centre - 0.5, width - 1
-    if width == 0:
-        return np.where(values > centre, np.float32(255), np.float32(0))
-    return np.clip(((values - centre) / width + 0.5) * 255, 0, 255).astype(np.float32)
+        pixels, value_range = colour(this, stored, photometric)
+    return Decoded(pixels, "image", value_range, tuple(this.corrections), _header(dataset))
 
 
 def _read_header(file: BinaryIO) -> Dataset:
@@ -129,17 +99,25 @@ def _frames(dataset: Dataset) -> int:
 
 
 def _header(dataset: Dataset) -> Header:
-    header: dict[str, str | float] = {}
-    for name, keyword in _TEXTS.items():
-        try:
-            value = dataset.get(keyword)
-        except Exception:  # an unreadable id does not spoil the pixels
-            continue
-        if value is not None and value != "":
-            # hasattr: several values, joined as DICOM writes them
-            header[name] = "\\".join(map(str, value)) if hasattr(value, "append") else str(value)
+    header: dict[str, str | float] = {name: text for name, tag in _TEXTS.items() if (text := _text(dataset, tag))}
     header["transfer_syntax"] = str(_transfer_syntax(dataset)[0])
     return header
+
+
+def _text(dataset: Dataset, tag: BaseTag) -> str:
+    """A value as text, several joined by backslashes as DICOM writes them; empty where absent or unreadable."""
+    try:
+        raw = dataset.get_item(tag)
+        if raw is None:
+            return ""
+        if isinstance(raw.value, bytes) and raw.value.isascii():  # far quicker than pydicom's conversion
+            return raw.value.decode("ascii").strip("\0 ")
+        value = dataset[tag].value
+    except Exception:  # an unreadable id does not spoil the pixels
+        return ""
+    if value is None:
+        return ""
+    return "\\".join(map(str, value)) if hasattr(value, "append") else str(value)
 
 
 def _transfer_syntax(dataset: Dataset) -> tuple[uid.UID, bool]:
@@ -153,8 +131,9 @@ def _transfer_syntax(dataset: Dataset) -> tuple[uid.UID, bool]:
     return (uid.ExplicitVRLittleEndian if little else uid.ExplicitVRBigEndian), False
 
 
-def _stored_pixels(file: BinaryIO, dataset: Dataset, frame: int, corrections: list[str]) -> tuple[np.ndarray, str]:
+def _stored_pixels(file: BinaryIO, frame: Frame) -> tuple[np.ndarray, str]:
     """The stored numbers of one frame, ``[H, W]`` or ``[H, W, 3]``, and their photometric interpretation."""
+    dataset, corrections = frame.dataset, frame.corrections
     syntax, stated = _transfer_syntax(dataset)
     if not stated:
         corrections.append("transfer_syntax_guessed")
@@ -162,7 +141,7 @@ def _stored_pixels(file: BinaryIO, dataset: Dataset, frame: int, corrections: li
         decoder = get_decoder(syntax)
     except NotImplementedError as error:
         raise Undecodable(f"unsupported transfer syntax {syntax.name}") from error
-    options = as_pixel_options(dataset)
+    options: dict[str, Any] = as_pixel_options(dataset, view_only=True)
     source: Any = file
     if syntax == uid.DeflatedExplicitVRLittleEndian:  # pydicom inflates it to memory
         file.seek(0)
@@ -181,7 +160,7 @@ def _stored_pixels(file: BinaryIO, dataset: Dataset, frame: int, corrections: li
             left = os.fstat(file.fileno()).st_size - file.tell()
             _check_length(dataset, min(length, left), corrections)
     try:
-        stored, meta = decoder.as_array(source, index=frame, **options)
+        stored, meta = decoder.as_array(source, index=frame.index, **options)
     except Exception as error:
         raise Undecodable(f"damaged pixel data ({syntax.name})") from error
     before, after = str(options.get("photometric_interpretation")), str(meta["photometric_interpretation"])
@@ -233,164 +212,3 @@ def _check_codestream(file: BinaryIO, bits_stored: Any, syntax: uid.UID, correct
     found = head.find(_J2K_START)
     if 0 <= found < len(head) - 42 and (head[found + 42] & 0x7F) + 1 != bits_stored:
         corrections.append("codestream_bits_differ")
-
-
-def _is_hounsfield(dataset: Dataset, photometric: str) -> bool:
-    """CT in grey; an 8-bit CT without rescale is a screenshot, not Hounsfield units."""
-    if dataset.get("Modality") != "CT" or not photometric.startswith("MONOCHROME"):
-        return False
-    has_rescale = _value(dataset, 0, "PixelValueTransformationSequence", "RescaleIntercept") is not None
-    return has_rescale or int(dataset.get("BitsStored") or 16) > 8
-
-
-def _hounsfield(
-    dataset: Dataset, stored: np.ndarray, frame: int, options: DecodeOptions, corrections: list[str]
-) -> np.ndarray:
-    """Stored CT numbers ``[H, W]`` to Hounsfield units, nothing below -1024."""
-    if "ModalityLUTSequence" in dataset:
-        return apply_modality_lut(stored, dataset).astype(np.float32)
-    slope = _number(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope")
-    intercept = _number(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept")
-    if slope is None or intercept is None:
-        corrections.append("ct_rescale_missing")
-    kind = _value(dataset, frame, "PixelValueTransformationSequence", "RescaleType")
-    if kind not in (None, "", "HU"):
-        corrections.append("ct_rescale_type_not_hu")
-    slope, intercept = 1.0 if slope is None else slope, intercept or 0.0
-    if slope == 0:
-        raise Undecodable("the rescale slope is 0")
-    units = stored.astype(np.float32)
-    unsigned = int(dataset.get("PixelRepresentation") or 0)
-    if wraps_12_bit(int(dataset.get("BitsStored") or 16), unsigned, intercept):
-        if options.fix_12bit_wrap:
-            units += 1000
-            units[units >= 4096] -= 4096
-            intercept = -1000.0
-            corrections.append("rsna_12bit_wrap")
-        else:
-            corrections.append("rsna_12bit_wrap_suspected")
-    if slope != 1:
-        units *= np.float32(slope)
-    if intercept != 0:
-        units += np.float32(intercept)
-    _fill_padding(dataset, stored, units, corrections)
-    if units.min() < AIR:
-        np.maximum(units, np.float32(AIR), out=units)
-        corrections.append("ct_below_air_raised")
-    return units
-
-
-def _fill_padding(dataset: Dataset, stored: np.ndarray, units: np.ndarray, corrections: list[str]) -> None:
-    """Sets declared padding (PS3.3 C.7.5.1.1.2) to air.
-
-    Some scanners declare a value that tissue has as well (0 with intercept 0 is water): then only what is
-    connected with the border is padding.
-    """
-    padding = _number(dataset, 0, None, "PixelPaddingValue")
-    if padding is None:
-        return
-    limit = _number(dataset, 0, None, "PixelPaddingRangeLimit")
-    low, high = sorted(_as_stored(v, stored.dtype) for v in (padding, padding if limit is None else limit))
-    mask = stored == low if low == high else (stored >= low) & (stored <= high)
-    if not mask.any():
-        return
-    if units[mask].max() > _AIR_LIKE:
-        mask = touching_border(mask)
-    if mask.any():
-        units[mask] = AIR
-        corrections.append("ct_padding_to_air")
-
-
-def _as_stored(value: float, dtype: np.dtype) -> int:
-    """A padding value read with the wrong sign (63536 for -2000) as the pixels hold it."""
-    if dtype.kind not in "iu":
-        return int(value)
-    info, span = np.iinfo(dtype), 1 << 8 * dtype.itemsize
-    number = int(value)
-    return number + span if number < info.min else number - span if number > info.max else number
-
-
-def touching_border(mask: np.ndarray) -> np.ndarray:
-    """The regions (4-connected) of a mask ``[H, W]`` that reach its border."""
-    from scipy.ndimage import label
-
-    regions, _ = label(mask)
-    border = np.concatenate([regions[0], regions[-1], regions[:, 0], regions[:, -1]])
-    return np.isin(regions, np.unique(border[border > 0]))
-
-
-def _displayed(
-    dataset: Dataset, stored: np.ndarray, frame: int, options: DecodeOptions, corrections: list[str]
-) -> tuple[np.ndarray, tuple[float, float]]:
-    """Grey values ``[H, W]`` after modality and VOI transform, and their range (MONOCHROME1 not yet inverted)."""
-    slope, intercept = 1.0, 0.0
-    if "ModalityLUTSequence" in dataset:
-        values = apply_modality_lut(stored, dataset)
-    else:
-        slope = _number(dataset, frame, "PixelValueTransformationSequence", "RescaleSlope") or 1.0
-        intercept = _number(dataset, frame, "PixelValueTransformationSequence", "RescaleIntercept") or 0.0
-        values = stored if (slope, intercept) == (1.0, 0.0) else stored * slope + intercept
-    if options.apply_voi:
-        if lut := dataset.get("VOILUTSequence"):
-            integers = values if values.dtype.kind in "iu" else np.rint(values).astype(np.int32)
-            corrections.append("voi_lut_applied")
-            top = 2.0 ** int(lut[0].LUTDescriptor[2]) - 1
-            return apply_voi(integers, dataset).astype(np.float32), (0.0, top)
-        centre = _number(dataset, frame, "FrameVOILUTSequence", "WindowCenter")
-        width = _number(dataset, frame, "FrameVOILUTSequence", "WindowWidth")
-        function = str(_value(dataset, frame, "FrameVOILUTSequence", "VOILUTFunction") or "LINEAR")
-        if centre is not None and width is not None:
-            if width >= 1 or (width > 0 and function != "LINEAR"):
-                corrections.append("window_applied")
-                return window(values.astype(np.float32), centre, width, function), (0.0, 255.0)
-            corrections.append("invalid_window_ignored")
-    pixels = values.astype(np.float32)
-    bits = int(dataset.get("BitsStored") or 0)
-    if stored.dtype.kind == "f" or "ModalityLUTSequence" in dataset or (bits > 8 and options.apply_voi):
-        # As viewers do: 12 or 16 bits are hardly ever used to the full.
-        corrections.append("no_window_full_range")
-        return pixels, span(pixels)
-    low = -(2.0 ** (bits - 1)) if stored.dtype.kind == "i" else 0.0
-    high = low + 2.0**bits - 1
-    ends = sorted((low * slope + intercept, high * slope + intercept))
-    return pixels, (ends[0], ends[1])
-
-
-def span(pixels: np.ndarray) -> tuple[float, float]:
-    """Smallest and largest value; one apart where the frame is constant."""
-    low, high = float(pixels.min()), float(pixels.max())
-    return low, high if high > low else low + 1.0
-
-
-def _colour(
-    dataset: Dataset, stored: np.ndarray, photometric: str, corrections: list[str]
-) -> tuple[np.ndarray, tuple[float, float]]:
-    """RGB ``[3, H, W]`` and its range."""
-    top = 2.0 ** int(dataset.get("BitsStored") or 8) - 1
-    if photometric == "PALETTE COLOR":
-        stored = apply_color_lut(stored, dataset)[..., :3]
-        top = 2.0 ** (8 * stored.dtype.itemsize) - 1
-        corrections.append("palette_applied")
-    if stored.ndim != 3 or stored.shape[-1] != 3:
-        raise Undecodable(f"unsupported photometric interpretation {photometric}")
-    return np.moveaxis(stored, -1, 0).astype(np.float32, order="C"), (0.0, top)
-
-
-def _value(dataset: Dataset, frame: int, sequence: str | None, keyword: str) -> Any:
-    """A value of one frame: from its functional group, the shared one, or the dataset (PS3.3 C.7.6.16)."""
-    if sequence:
-        per_frame = dataset.get("PerFrameFunctionalGroupsSequence") or ()
-        shared = dataset.get("SharedFunctionalGroupsSequence") or ()
-        for group in [*per_frame[frame : frame + 1], *shared[:1]]:
-            for item in group.get(sequence) or ():
-                if (value := item.get(keyword)) is not None:
-                    return value
-    return dataset.get(keyword)
-
-
-def _number(dataset: Dataset, frame: int, sequence: str | None, keyword: str) -> float | None:
-    """The first number of a value, or None where it is absent or empty."""
-    value = _value(dataset, frame, sequence, keyword)
-    if hasattr(value, "append"):  # several windows: the first is the default one
-        value = value[0] if len(value) else None
-    return None if value in (None, "") else float(value)
