@@ -102,7 +102,7 @@ def _read(path: str, stamp: tuple[int, int]) -> tuple[object, ...]:
         found = probe(Path(path))
     except Undecodable as error:
         return (path, *stamp, "", 0, 0, 0, *("" for _ in HEADER), error.reason)
-    header = tuple(str(getattr(found.header, key, "") or "") for key in HEADER)
+    header = tuple(str(found.header.get(key) or "") for key in HEADER)
     return (path, *stamp, found.kind, found.frames, found.height, found.width, *header, "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, field_validator
@@ -92,7 +93,7 @@ def read(root: Path, options: Options, progress: Progress | None = None) -> Coho
         findings.notes.append(f"{alone} samples without a patient id: each counts as its own patient")
     index = {name: k for k, name in enumerate(classes)}
     labels = np.array([index[folders[e.source]] for e in entries], dtype=np.int64)
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
         "sample": samples,
         "path": [e.path for e in entries],
         "frame": [e.frame for e in entries],

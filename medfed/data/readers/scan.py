@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medfed.data.cohort import Findings, Unusable
+from medfed.data.decode import sniff
 from medfed.errors import DataError
 
 DICOM_SUFFIXES = frozenset({".dcm", ".dicom", ".ima"})
@@ -79,21 +80,12 @@ def stem_of(name: str) -> str:
 
 
 def looks_like_image(path: Path) -> bool:
-    """Whether the content of a file without a known extension starts like an image.
-
-    DICOM is recognised by its mark at byte 128, or without preamble by a first element of group 0002 or 0008.
-    """
+    """Whether the content of a file without a known extension is that of an image, DICOM above all."""
     try:
         with path.open("rb") as file:
-            head = file.read(352)
+            return sniff(file.read(540)) is not None
     except OSError:
         return False
-    if head[128:132] == b"DICM" or head[344:347] in (b"n+1", b"ni1"):
-        return True
-    if head.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"II*\x00", b"MM\x00*")):
-        return True
-    group, element = int.from_bytes(head[:2], "little"), int.from_bytes(head[2:4], "little")
-    return len(head) > 132 and group in (0x0002, 0x0008) and element < 0x0100
 
 
 def scan(root: Path) -> Scan:

@@ -12,6 +12,7 @@ import os
 import posixpath
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -113,7 +114,7 @@ def read(root: Path, options: Options, progress: Progress | None = None) -> Coho
     patients, unknown = group_or_self(known, alone)
     if unknown:
         findings.notes.append(f"{unknown} samples without a patient id: each file counts as its own patient")
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
         "sample": samples,
         "path": [e.path for e in entries],
         "frame": [e.frame for e in entries],
