@@ -90,14 +90,16 @@ def train(client: Client, message: Message) -> Message:
 
 def fit_and_reply(client: Client, message: Message) -> Message:
     """The second half of :func:`train`, for tasks that have loaded the model already."""
-    from medfed.training.losses import logit_adjustment_offsets
+    from medfed.training.losses import log_odds_offsets, logit_adjustment_offsets
     from medfed.training.objectives import ClassificationObjective
     from medfed.training.steps import PlainStep, SharpnessAwareStep
 
     values = message.values
     offsets = None
     if values["logit_adjustment"]:
-        offsets = logit_adjustment_offsets(client.class_counts(), kind=client.task.kind, total=client.num_samples)
+        counts = client.class_counts()
+        multilabel = client.task.kind == "multilabel"
+        offsets = log_odds_offsets(counts, client.num_samples) if multilabel else logit_adjustment_offsets(counts)
     salt = values.get("salt")
     result = client.fit(
         objective=ClassificationObjective(client.task.kind, offsets),

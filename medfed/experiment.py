@@ -1,0 +1,313 @@
+"""Assembly: from a validated experiment file to what a federation needs, and nothing else.
+
+Everything that can be wrong with the input is found here, before anything slow starts: first what needs no image
+(method, bundle, network, weights file), then the cohort, then the images, then the condition.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from medfed.config import Experiment
+from medfed.data.cohort import Cohort, Findings, Task
+from medfed.data.condition import Condition, generate
+from medfed.data.readers import get_reader, read_cohort
+from medfed.data.splits import split_cohort, straddling_patients
+from medfed.errors import ConfigError, DataError
+from medfed.federation.messages import State
+from medfed.federation.method import Method, MethodSettings
+from medfed.methods.registry import resolve_method
+from medfed.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from medfed.data.arrays import ArrayDataset
+    from medfed.data.corruption import Corruption
+    from medfed.data.store import ImageStore
+    from medfed.training.bundle import TrainingBundle
+    from medfed.training.evaluation import Evaluator
+    from medfed.training.local import LocalTrainer
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Prepared:
+    """All that a run needs, apart from where it runs.
+
+    Args:
+        experiment: the validated experiment.
+        method: its method.
+        settings: the method's settings.
+        bundle: what one client trains, with all overrides applied.
+        condition: who holds what.
+        store: the prepared images.
+        rows: row of the store of each training sample, in the quality in which its client has it.
+        clean_rows: row of each test sample as it is.
+        corrupted_rows: row of each test sample corrupted; empty without corruption.
+        findings: what was left out or corrected on the way.
+        cohort_name: name of the data set.
+        data_hash: sha256 over samples, contents and labels.
+        warnings: what a person should know before the run.
+    """
+
+    experiment: Experiment
+    method: Method
+    settings: MethodSettings
+    bundle: TrainingBundle
+    condition: Condition
+    store: ImageStore
+    rows: dict[str, int]
+    clean_rows: dict[str, int]
+    corrupted_rows: dict[str, int]
+    findings: Findings
+    cohort_name: str
+    data_hash: str
+    warnings: list[str]
+
+    @property
+    def task(self) -> Task:
+        """Classes and kind of labels."""
+        return self.condition.task
+
+    def client_data(self, name: str) -> ArrayDataset:
+        """A client's images, as that client would have them, with the labels observed there."""
+        view = self.condition.view(name)
+        return self._dataset([self.rows[s] for s in view.samples], view.labels)
+
+    def _dataset(self, rows: list[int], labels: np.ndarray) -> ArrayDataset:
+        from medfed.data.arrays import ArrayDataset
+
+        kind = torch.int64 if self.task.kind == "multiclass" else torch.float32
+        return ArrayDataset(self.store.images, np.asarray(rows, np.int64), torch.as_tensor(labels).to(kind))
+
+    def evaluator(self) -> Evaluator:
+        """Test sets with the truth, for evaluation alone."""
+        from medfed.training.evaluation import Evaluator
+
+        truth = self.condition.truth
+        samples = list(truth.test_samples)
+        sets = {"clean": self._dataset([self.clean_rows[s] for s in samples], truth.test_labels)}
+        if self.corrupted_rows:
+            sets["corrupted"] = self._dataset([self.corrupted_rows[s] for s in samples], truth.test_labels)
+        shares = {}
+        for client in self.condition.clients:
+            quality = "corrupted" if client in truth.corrupted and "corrupted" in sets else "clean"
+            held = np.flatnonzero(truth.test_clients == client)
+            if len(held):
+                shares[client] = (quality, held)
+        return Evaluator(self.task, sets, shares, samples=dict.fromkeys(sets, samples))
+
+    @cached_property
+    def seed(self) -> int:
+        """Seed of training."""
+        return self.experiment.seed
+
+    def initial_model(self) -> State:
+        """The initial global model: part of the condition, the same for every method."""
+        network = self.bundle.build_network(seed=derive_seed(self.condition.spec.seed, "initial model"))
+        return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+    def trainer(self, device: str, threads: int | None = None) -> LocalTrainer:
+        """A trainer with its resident network, for this process."""
+        from medfed.training.local import LocalTrainer
+
+        engine = self.experiment.engine
+        return LocalTrainer(
+            self.bundle,
+            device=device,
+            amp=engine.amp,
+            channels_last=engine.channels_last,
+            compile=engine.compile,
+            threads=threads,
+        )
+
+
+def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Progress | None = None) -> Prepared:
+    """Reads, decodes and partitions what an experiment names.
+
+    Args:
+        experiment: the validated experiment.
+        say: told in one line what is going on.
+        progress: told (what, done, total) while images are decoded.
+
+    Raises:
+        MedfedError: anything that is wrong with the input.
+    """
+    from medfed.data.store import ImageStore
+
+    method, settings = resolve_method(experiment.method)
+    say(f"Reading {experiment.cohort.root}")
+    cohort = read_section(experiment)
+    if cohort.task.kind not in method.task_kinds:
+        raise ConfigError(
+            f"{method.name} does not admit {cohort.task.kind} labels.",
+            where="method",
+            fix="Use a multiclass reading of the labels, or another method.",
+        )
+    bundle = load_bundle(experiment, cohort.task)
+    bundle.build_network(seed=0)
+    pipeline = bundle.pipeline()
+    store = ImageStore.open(experiment.cache_dir, pipeline)
+    notify = (lambda done, total: progress("Decoding", done, total)) if progress else None
+    built = store.ensure(cohort, progress=notify)
+    cohort = usable(cohort, built.failures, built.corrections)
+    cohort = split_cohort(cohort, test_fraction=experiment.condition.test_fraction, seed=experiment.condition.seed)
+    train, test = cohort.where(lambda t: t["split"] == "train"), cohort.where(lambda t: t["split"] == "test")
+    say(f"{len(cohort)} images usable, {len(cohort.findings.unusable)} not")
+    digests = dict(built.digests)
+    condition = generate(train, test, experiment.condition, digests={s: digests[s] for s in cohort.table["sample"]})
+    check_condition(experiment, condition)
+    corruption = corruption_of(experiment)
+    rows, corrupted_rows = dict(built.rows), {}
+    if corruption is not None:
+        truth = condition.truth
+        held = [s for s, c in zip(truth.samples, truth.clients) if c in truth.corrupted]
+        wanted = sorted({*held, *truth.test_samples})
+        notify = (lambda done, total: progress("Corrupting", done, total)) if progress else None
+        worse = store.ensure(cohort, corruption=corruption, samples=wanted, progress=notify)
+        if worse.failures:
+            first = worse.failures[0]
+            raise DataError(f"{len(worse.failures)} images cannot be corrupted, first {first.sample}: {first.reason}.")
+        corrupted_rows = {s: worse.rows[s] for s in truth.test_samples}
+        rows |= {s: worse.rows[s] for s in held}
+    return Prepared(
+        experiment=experiment,
+        method=method,
+        settings=settings,
+        bundle=bundle,
+        condition=condition,
+        store=store,
+        rows={s: rows[s] for s in condition.truth.samples},
+        clean_rows={s: built.rows[s] for s in condition.truth.test_samples},
+        corrupted_rows=corrupted_rows,
+        findings=cohort.findings,
+        cohort_name=cohort.name,
+        data_hash=data_hash(cohort, digests),
+        warnings=[*cautions(cohort, digests), *condition.warnings],
+    )
+
+
+def read_section(experiment: Experiment) -> Cohort:
+    """Reads the cohort that an experiment names."""
+    section = experiment.cohort
+    get_reader(section.reader)
+    if not section.root.exists():
+        raise DataError(
+            "there is no such folder or file.",
+            where=str(section.root),
+            fix="Set cohort.root, e.g. with --set cohort.root=/path/to/data.",
+        )
+    cohort = read_cohort(section.reader, section.root, section.options)
+    if not len(cohort):
+        raise DataError("no usable sample was found.", where=str(section.root), fix="Try `medfed inspect` on it.")
+    return cohort
+
+
+def load_bundle(experiment: Experiment, task: Task) -> TrainingBundle:
+    """The bundle of an experiment, with its overrides and the cohort's classes."""
+    from medfed.training.bundle import TrainingBundle
+
+    overrides = {**experiment.overrides, "classes": list(task.classes), "task_kind": task.kind}
+    return TrainingBundle.load(experiment.bundle, overrides)
+
+
+def usable(cohort: Cohort, failures: list[Any], corrections: dict[str, int]) -> Cohort:
+    """The cohort without the images that could not be prepared; each is among the findings."""
+    lost = {f.sample for f in failures}
+    findings = Findings(
+        [*cohort.findings.unusable, *failures],
+        {**cohort.findings.corrections, **corrections},
+        list(cohort.findings.notes),
+    )
+    kept = replace(cohort, findings=findings).where(lambda t: ~t["sample"].isin(lost))
+    if not len(kept):
+        raise DataError(
+            f"none of {len(cohort)} images can be used; the first: {failures[0].reason}.",
+            where=cohort.name,
+            fix="See `medfed inspect`.",
+        )
+    return kept
+
+
+def corruption_of(experiment: Experiment) -> Corruption | None:
+    """The corruption of a condition as a function, or None."""
+    from medfed.data.corruption import Corruption
+
+    spec = experiment.condition.corruption
+    if spec is None:
+        return None
+    given = {k: v for k, v in spec.model_dump().items() if v is not None}
+    return Corruption(**given, seed=experiment.condition.seed)
+
+
+def check_condition(experiment: Experiment, condition: Condition) -> None:
+    """Refuses what cannot be trained on, before anything starts."""
+    truth = condition.truth
+    empty = [c for c in condition.clients if not (truth.clients == c).any()]
+    if empty:
+        raise DataError(
+            f"{len(empty)} clients have no training sample, first '{empty[0]}'.",
+            where="condition",
+            fix="Leave their rows out, or check the split column.",
+        )
+    if not len(truth.test_samples):
+        raise DataError("the test set is empty.", where="condition", fix="Set condition.test_fraction.")
+    if experiment.condition.partition.corrupted and experiment.condition.corruption is None:
+        raise ConfigError(
+            "clients are to be corrupted, but no corruption is given.",
+            where="condition.corruption",
+            fix="Add e.g. corruption: {kind: gaussian_noise, severity: 3}.",
+        )
+    quorum, clients = experiment.participation.quorum, len(condition.clients)
+    asked = max(1, int(experiment.participation.fraction * clients + 0.5))
+    if quorum > asked:
+        raise ConfigError(
+            f"a quorum of {quorum} can never be reached: {asked} of {clients} clients are asked in a round.",
+            where="participation.quorum",
+            fix="Lower the quorum or raise the fraction.",
+        )
+
+
+def cautions(cohort: Cohort, digests: dict[str, str]) -> list[str]:
+    """What is odd about the split: patients and identical files on both sides."""
+    found = []
+    straddling = straddling_patients(cohort)
+    if len(straddling):
+        found.append(f"{len(straddling)} patients are in both training and test set")
+    sides: dict[str, set[str]] = {}
+    for sample, split in zip(cohort.table["sample"], cohort.table["split"]):
+        sides.setdefault(digests[sample], set()).add(split)
+    both = sum(len(s) > 1 for s in sides.values())
+    if both:
+        found.append(f"{both} identical files are in both training and test set")
+    return found
+
+
+def data_hash(cohort: Cohort, digests: dict[str, str]) -> str:
+    """sha256 over (sample, content, label) in order of sample ids."""
+    total = hashlib.sha256(json.dumps([cohort.task.kind, *cohort.task.classes]).encode())
+    for sample, label in sorted(zip(cohort.table["sample"], cohort.labels.tolist())):
+        total.update(f"{sample}\x1f{digests[sample]}\x1f{label}\x1e".encode())
+    return total.hexdigest()
+
+
+def write_findings(findings: Findings, folder: Path) -> None:
+    """Writes ``unusable.csv``, ``corrections.json`` and ``notes.txt``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "unusable.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["path", "reason", "sample"])
+        writer.writerows([u.path, u.reason, u.sample] for u in findings.unusable)
+    (folder / "corrections.json").write_text(json.dumps(findings.corrections, indent=1, sort_keys=True))
+    (folder / "notes.txt").write_text("".join(f"{n}\n" for n in findings.notes), encoding="utf-8")

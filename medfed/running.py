@@ -1,0 +1,310 @@
+"""Starting, resuming and finishing a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medfed.config import Experiment, read_yaml, validate
+from medfed.engines.host import ClientHost
+from medfed.engines.local import LocalEngine
+from medfed.engines.pool import PoolEngine
+from medfed.errors import ConfigError, FederationError
+from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
+from medfed.federation.loop import Listener, Record, run_rounds
+from medfed.federation.messages import State
+from medfed.federation.server import Engine, Patience, Server
+from medfed.federation.state import ServerState, load_state, save_state, write_tensors
+from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
+from medfed.tracking.records import RecordLog
+from medfed.training.predictions import PredictionFiles
+
+if TYPE_CHECKING:
+    from medfed.training.local import LocalTrainer
+
+
+def start(
+    experiment: Experiment, *, say: Say = lambda _: None, progress: Progress | None = None, listeners: Sequence[Listener] = ()
+) -> Path:
+    """Runs an experiment from its beginning.
+
+    Args:
+        experiment: the validated experiment.
+        say: told in one line what is going on.
+        progress: told (what, done, total) while images are decoded.
+        listeners: told of every finished round.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        MedfedError: anything that is wrong with the input, or a federation that cannot go on.
+    """
+    prepared = prepare(experiment, say=say, progress=progress)
+    folder = new_folder(prepared)
+    say(f"Run {folder.path}")
+    for warning in prepared.warnings:
+        say(f"Note: {warning}")
+    with folder.held():
+        execute(prepared, folder, say=say, listeners=listeners)
+    return folder.path
+
+
+def resume(
+    path: Path, *, say: Say = lambda _: None, progress: Progress | None = None, listeners: Sequence[Listener] = ()
+) -> Path:
+    """Goes on with a run after its last checkpoint; see :func:`start`.
+
+    Raises:
+        MedfedError: the folder is no run, another process has it, or its data have changed since.
+    """
+    folder = RunFolder.open(path)
+    with folder.held():
+        meta = folder.meta()
+        experiment = validate(read_yaml(path / EXPERIMENT), str(path / EXPERIMENT))
+        state = load_state(folder.checkpoint)
+        if state is not None and state.round >= experiment.rounds and meta["status"] == "completed":
+            say(f"All {experiment.rounds} rounds are done.")
+            return path
+        prepared = prepare(experiment, say=say, progress=progress)
+        for key, value in (("condition_hash", prepared.condition.hash), ("data_hash", prepared.data_hash)):
+            if meta[key] != value:
+                raise FederationError(
+                    f"the data are no longer those that the run began with ({key} differs).",
+                    where=str(path),
+                    fix="Restore the images and labels, or start a new run.",
+                )
+        say(f"Going on after round {state.round if state else 0} of {experiment.rounds}")
+        execute(prepared, folder, state=state, say=say, listeners=listeners)
+    return path
+
+
+def new_folder(prepared: Prepared) -> RunFolder:
+    """Makes the run's folder and writes down everything that is known before the first round."""
+    experiment = prepared.experiment
+    name = f"{experiment.name}-{prepared.method.name}-s{experiment.seed}"
+    folder = RunFolder.create(experiment.output, name, experiment.dump())
+    prepared.condition.save(folder.path / "condition")
+    write_findings(prepared.findings, folder.path / "findings")
+    plan = plan_workers(prepared)
+    folder.write_meta(
+        uid=new_uid(),
+        name=experiment.name,
+        method=prepared.method.name,
+        method_settings=prepared.settings.model_dump(mode="json"),
+        seed=experiment.seed,
+        condition_hash=prepared.condition.hash,
+        data_hash=prepared.data_hash,
+        bundle_hash=prepared.bundle.content_hash(),
+        cohort=prepared.cohort_name,
+        task=prepared.task.kind,
+        classes=list(prepared.task.classes),
+        clients=list(prepared.condition.clients),
+        rounds=experiment.rounds,
+        status="new",
+        started=now(),
+        finished=None,
+        versions=versions(),
+        hardware=hardware(*plan),
+        warnings=prepared.warnings,
+    )
+    return folder
+
+
+def plan_workers(prepared: Prepared) -> tuple[str, int, int]:
+    """Device, number of workers and threads a worker.
+
+    ``workers: auto`` trains clients side by side on a CPU when a client's training is worth more than moving its
+    model between processes: bytes of pixels read in training against bytes of the model moved. On a GPU one resident
+    model is the default.
+    """
+    engine = prepared.experiment.engine
+    device = engine.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("there is no usable GPU.", where="engine.device", fix="Use device: cpu or auto.")
+    cores = os.cpu_count() or 1
+    clients = len(prepared.condition.clients)
+    if engine.workers == "auto":
+        workers = 1 if device != "cpu" or not worth_moving(prepared) else max(1, min(cores, clients))
+    else:
+        workers = min(engine.workers, clients)
+    threads = max(1, cores // workers) if engine.threads == "auto" else engine.threads
+    return device, workers, threads
+
+
+def worth_moving(prepared: Prepared) -> bool:
+    """Whether a client's training costs more than moving its model to another process and back."""
+    model = sum(p.numel() for p in prepared.bundle.build_network(seed=0).parameters())
+    samples = len(prepared.rows) / len(prepared.condition.clients)
+    pixels = float(torch.tensor(prepared.store.images.shape[1:]).prod())
+    # A convolution does far more than one operation a pixel; a model that outweighs its client's pixels is moved
+    # for little work.
+    return samples * pixels * 4 > model
+
+
+def execute(
+    prepared: Prepared,
+    folder: RunFolder,
+    *,
+    state: ServerState | None = None,
+    say: Say = lambda _: None,
+    listeners: Sequence[Listener] = (),
+) -> None:
+    """Runs the rounds that remain and finishes the run: final model, report, tracking.
+
+    An interrupt or a failure leaves the last checkpoint, says how the run stands, and is raised again.
+    """
+    from medfed.tracking.mlflow_sink import MLflowTracker
+
+    experiment = prepared.experiment
+    meta = folder.meta()
+    device, workers, threads = (meta["hardware"][k] for k in ("device", "workers", "threads"))
+    state = state or ServerState(prepared.initial_model())
+    log = RecordLog(folder.records)
+    log.truncate_after(state.round)
+    predictions = PredictionFiles(folder.path / "predictions", keep_last=experiment.evaluation.keep_predictions)
+    predictions.truncate_after(state.round)
+    engine, trainer = make_engine(prepared, folder, device, workers, threads)
+    part = experiment.participation
+    server = Server(
+        engine,
+        state,
+        prepared.task,
+        rounds=experiment.rounds,
+        seed=experiment.seed,
+        fraction=part.fraction,
+        patience=Patience(part.quorum, part.timeout, part.grace),
+        dropout=part.dropout,
+        save=lambda s: save_state(s, folder.checkpoint),
+    )
+    folder.write_meta(status="running", pid=os.getpid())
+    tracker = MLflowTracker(folder.path, experiment.tracking)
+    try:
+        run_rounds(
+            prepared.method,
+            prepared.settings,
+            server,
+            evaluate=evaluation(prepared, trainer, predictions),
+            append=log.append,
+            listeners=[lambda record, _: tracker.push(record), *listeners],
+        )
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
+        tracker.finish("KILLED" if status == "interrupted" else "FAILED")
+        raise
+    finally:
+        engine.close()
+    save_model(folder, server.model, prepared)
+    folder.write_meta(status="completed", finished=now())
+    finish(folder, tracker, say)
+
+
+def make_engine(
+    prepared: Prepared, folder: RunFolder, device: str, workers: int, threads: int
+) -> tuple[Engine, LocalTrainer]:
+    """The engine and the trainer with which this process evaluates."""
+    clients = prepared.condition.clients
+
+    def host(trainer: LocalTrainer) -> ClientHost:
+        return ClientHost(
+            clients,
+            prepared.method.tasks,
+            prepared.task,
+            prepared.client_data,
+            trainer,
+            folder.clients,
+            prepared.seed,
+        )
+
+    if workers == 1:
+        trainer = prepared.trainer(device, threads)
+        return LocalEngine(host(trainer)), trainer
+    model_bytes = sum(t.numel() * t.element_size() for t in prepared.initial_model().values())
+    fork = device == "cpu" and threads == 1
+    factory: Callable[[], ClientHost]
+    if fork:
+        factory = lambda: host(prepared.trainer(device, threads))  # noqa: E731
+    else:
+        from functools import partial
+
+        factory = partial(host_of_run, str(folder.path), device, threads)
+    engine = PoolEngine(
+        clients,
+        factory,
+        workers=workers,
+        threads=threads,
+        model_bytes=model_bytes,
+        start="fork" if fork else "spawn",
+    )
+    return engine, prepared.trainer(device, os.cpu_count())
+
+
+def host_of_run(path: str, device: str, threads: int) -> ClientHost:
+    """Builds a worker's clients from a run's folder; used by workers that cannot be forked."""
+    folder = RunFolder(Path(path))
+    prepared = prepare(validate(read_yaml(folder.path / EXPERIMENT), path))
+    return ClientHost(
+        prepared.condition.clients,
+        prepared.method.tasks,
+        prepared.task,
+        prepared.client_data,
+        prepared.trainer(device, threads),
+        folder.clients,
+        prepared.seed,
+    )
+
+
+def evaluation(
+    prepared: Prepared, trainer: LocalTrainer, predictions: PredictionFiles
+) -> Callable[[Server], dict[str, Any]]:
+    """What is measured after a round: nothing in rounds without an evaluation."""
+    plan = prepared.experiment.evaluation
+    evaluator = prepared.evaluator()
+
+    def evaluate(server: Server) -> dict[str, Any]:
+        last = server.round > server.num_rounds - plan.last
+        if server.round % plan.every and not last:
+            return {}
+        trainer.load(server.model)
+        found = evaluator.evaluate(lambda data: trainer.predict(data, plan.batch_size))
+        if plan.keep_predictions:
+            score = found.evaluation["clean"].get("balanced_accuracy")
+            predictions.write(server.round, evaluator.predictions(found), score)
+        return found.record()
+
+    return evaluate
+
+
+def save_model(folder: RunFolder, model: State, prepared: Prepared) -> Path:
+    """Writes the final global model with what is needed to use it."""
+    header = {
+        "round": prepared.experiment.rounds,
+        "method": prepared.method.name,
+        "classes": list(prepared.task.classes),
+        "task": prepared.task.kind,
+        "condition_hash": prepared.condition.hash,
+        "bundle_hash": prepared.bundle.content_hash(),
+    }
+    return write_tensors(folder.path / "model.safetensors", model, header)
+
+
+def finish(folder: RunFolder, tracker: Any, say: Say) -> None:
+    """Report and tracking at the end; neither can lose the run."""
+    from medfed.report.html import write_report
+
+    artifacts = [folder.path / "model.safetensors", folder.path / EXPERIMENT, folder.records]
+    try:
+        artifacts.append(write_report(folder.path))
+    except Exception as error:
+        say(f"The report could not be written ({type(error).__name__}: {error}); the run is complete.")
+    tracker.finish("FINISHED", artifacts=artifacts)
+
+
+__all__ = ["Record", "execute", "resume", "start"]
