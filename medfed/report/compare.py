@@ -1,0 +1,357 @@
+"""The paired comparison of runs: methods against each other on the very same conditions.
+
+A *condition* is the partition, the corruption and the initial model; its hash is recorded with every run.
+Two runs with the same seed are compared only where that hash is the same, since otherwise the difference is not
+the method's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from medfed.errors import MedfedError, nearest
+from medfed.report.contents import flat
+from medfed.report.metrics import COLUMNS, choose, metric
+from medfed.report.notices import collapse
+from medfed.report.runs import LAST, Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class Cell:
+    """One method, metric and column.
+
+    All numbers are as recorded (fractions where the metric is shown in percent).
+
+    Args:
+        per_run: ``(seed, mean over the last rounds)`` of each run in which it is defined.
+        pooled: every defined value of the last rounds of every run.
+        differences: by seed, this method minus the baseline on the same condition.
+        better: in how many of the seeds this method is better than the baseline.
+        rank: 1 for the best method, 2 for the second best; None otherwise.
+    """
+
+    per_run: list[tuple[int | None, float]] = field(default_factory=list)
+    pooled: list[float] = field(default_factory=list)
+    differences: dict[int | None, float] = field(default_factory=dict)
+    better: int = 0
+    rank: int | None = None
+
+    @property
+    def mean(self) -> float | None:
+        """Mean over runs of each run's mean over the last rounds."""
+        return _mean([v for _, v in self.per_run])
+
+    @property
+    def std(self) -> float | None:
+        """Sample standard deviation (n - 1) over runs of each run's mean; None for fewer than two runs."""
+        return statistics.stdev(v for _, v in self.per_run) if len(self.per_run) > 1 else None
+
+    @property
+    def pooled_mean(self) -> float | None:
+        """Mean over all (round, run) values of the last rounds."""
+        return _mean(self.pooled)
+
+    @property
+    def pooled_std(self) -> float | None:
+        """Population standard deviation (n) over all (round, run) values of the last rounds.
+
+        This is the spread printed in the tables of the FedISM paper: last five rounds times three runs.
+        """
+        return statistics.pstdev(self.pooled) if self.pooled else None
+
+    @property
+    def difference(self) -> float | None:
+        """Mean over seeds of the paired differences."""
+        return _mean(list(self.differences.values()))
+
+    @property
+    def difference_std(self) -> float | None:
+        """Sample standard deviation over seeds of the paired differences; None for fewer than two."""
+        return statistics.stdev(self.differences.values()) if len(self.differences) > 1 else None
+
+    @property
+    def same_sign(self) -> int:
+        """In how many seeds the difference has the more frequent sign (0 counts for neither)."""
+        signs = [(d > 0) - (d < 0) for d in self.differences.values()]
+        return max(signs.count(1), signs.count(-1))
+
+
+@dataclass
+class Comparison:
+    """Runs grouped by method, with their paired table.
+
+    Args:
+        runs: the runs of each method, by its label, in the order given.
+        metrics: the metrics compared.
+        baseline: the label of the method that differences are taken against.
+        paired: whether runs of one seed share their condition; no differences otherwise.
+        last: rounds that a run's number is the mean of.
+        cells: by (method, metric, column).
+        notes: what a reader must know: incomplete runs, collapsed models, undefined values, unequal seeds.
+    """
+
+    runs: dict[str, list[Run]]
+    metrics: list[str]
+    baseline: str
+    paired: bool
+    last: int
+    cells: dict[tuple[str, str, str], Cell]
+    notes: list[str]
+
+    @property
+    def methods(self) -> list[str]:
+        """Labels of the methods, in the order given."""
+        return list(self.runs)
+
+    @property
+    def others(self) -> list[str]:
+        """The methods other than the baseline."""
+        return [m for m in self.runs if m != self.baseline]
+
+    def cell(self, method: str, metric: str, column: str) -> Cell:
+        """One cell of the table."""
+        return self.cells[method, metric, column]
+
+    def render(self, console: Console) -> None:
+        """Prints the tables to a Rich console."""
+        from medfed.report.tables import render
+
+        render(self, console)
+
+    def to_csv(self) -> str:
+        """One line a cell, in the unit shown; see :func:`medfed.report.tables.to_csv`."""
+        from medfed.report.tables import to_csv
+
+        return to_csv(self)
+
+    def to_markdown(self) -> str:
+        """Markdown tables with captions."""
+        from medfed.report.tables import to_markdown
+
+        return to_markdown(self)
+
+    def to_latex(self) -> str:
+        """LaTeX tables (booktabs)."""
+        from medfed.report.tables import to_latex
+
+        return to_latex(self)
+
+    def to_json(self) -> str:
+        """Everything, with the numbers as recorded."""
+        from medfed.report.tables import to_json
+
+        return to_json(self)
+
+
+def compare(
+    runs: Sequence[Run],
+    *,
+    metrics: Sequence[str] | None = None,
+    baseline: str | None = None,
+    last: int = LAST,
+    allow_unpaired: bool = False,
+) -> Comparison:
+    """Compares runs of several methods, paired by seed.
+
+    Args:
+        runs: the runs, in the order in which methods are to be listed.
+        metrics: the metrics; balanced accuracy and one AUC (one-vs-one where recorded) unless given.
+        baseline: the method that differences are taken against; the first unless given.
+        last: rounds that a run's number is the mean of.
+        allow_unpaired: compare although conditions differ; then no differences are given.
+
+    Returns:
+        The comparison.
+
+    Raises:
+        MedfedError: if there is no run, runs of one seed differ in their condition, a method has a seed twice,
+            or a metric or the baseline is not known.
+    """
+    if not runs:
+        raise MedfedError("there is no run to compare.", fix="Name at least one run directory.")
+    groups = group_by_method(runs)
+    unlike = unpaired(groups)
+    if unlike and not allow_unpaired:
+        raise MedfedError(
+            "the runs are not paired: " + "; ".join(unlike) + ".",
+            fix="Compare runs made on the same condition, or allow unpaired runs (no differences then).",
+        )
+    chosen = _choose_metrics(runs, metrics)
+    base = _choose_baseline(groups, baseline)
+    cells = {key: _cell(groups[key[0]], key[1], key[2], last) for key in itertools.product(groups, chosen, COLUMNS)}
+    result = Comparison(groups, chosen, base, not unlike, last, cells, [])
+    if result.paired:
+        _pair(result)
+    _rank(result)
+    result.notes = _notes(result, unlike)
+    return result
+
+
+def group_by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by method, where runs of one method with different settings are kept apart.
+
+    The label is the method's name, and where settings differ also those that do: ``fedism (saga=False)``,
+    ``fedavg (no salt)``, ``fedism (salt.rho=0.005)``.
+    """
+    variants: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        variants.setdefault(run.method, {}).setdefault(repr(flat(_settings(run))), []).append(run)
+    groups: dict[str, list[Run]] = {}
+    for method, by_settings in variants.items():
+        members = list(by_settings.values())
+        for label, own in zip(_differences([_settings(m[0]) for m in members]), members):
+            groups[f"{method} ({label})" if label else method] = own
+    return groups
+
+
+def _differences(settings: list[dict[str, Any]]) -> list[str]:
+    """What sets each of several settings apart from the others; empty for one alone."""
+    labels: list[list[str]] = [[] for _ in settings]
+    for name in sorted({n for s in settings for n in s}):
+        values = [s.get(name) for s in settings]
+        if len({repr(v) for v in values}) < 2:
+            continue
+        sections = [v for v in values if isinstance(v, dict)]
+        inner = iter(_differences(sections))
+        for label, value in zip(labels, values):
+            if isinstance(value, dict):
+                label.append(", ".join(f"{name}.{part}" for part in next(inner).split(", ") if part) or name)
+            elif sections and not value:
+                label.append(f"no {name}")
+            else:
+                label.append(f"{name}={value}")
+    return [", ".join(label) for label in labels]
+
+
+def unpaired(groups: dict[str, list[Run]]) -> list[str]:
+    """Why runs cannot be paired by seed: conditions that differ or were not recorded, a seed twice."""
+    reasons = []
+    by_seed: dict[Any, list[tuple[str, Run]]] = defaultdict(list)
+    for method, members in groups.items():
+        for run in members:
+            by_seed[run.seed].append((method, run))
+    for seed, entries in by_seed.items():
+        hashes = {str(run.meta.get("condition_hash")) for _, run in entries}
+        if len(entries) > 1 and (len(hashes) > 1 or any(not r.meta.get("condition_hash") for _, r in entries)):
+            who = ", ".join(f"{r.name} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
+            reasons.append(f"with seed {seed} the conditions of {who} are not the same")
+        for method in groups:
+            twice = [r.name for m, r in entries if m == method]
+            if len(twice) > 1:
+                reasons.append(f"{method} has seed {seed} {len(twice)} times ({', '.join(twice)})")
+    return reasons
+
+
+def _short(digest: Any) -> str:
+    return f"condition {str(digest)[:12]}" if digest else "no condition recorded"
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    settings = run.meta.get("method_settings")
+    return settings if isinstance(settings, dict) else {}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _choose_metrics(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[str]:
+    recorded = {m for run in runs for m in run.metrics()}
+    if wanted is None:
+        return choose(recorded, ("balanced accuracy", "AUC"))
+    for name in wanted:
+        if name not in recorded:
+            raise MedfedError(f"no run recorded the metric '{name}'.", fix=nearest(name, recorded))
+    return list(dict.fromkeys(wanted))
+
+
+def _choose_baseline(groups: dict[str, list[Run]], wanted: str | None) -> str:
+    if wanted is None:
+        return next(iter(groups))
+    if wanted in groups:
+        return wanted
+    by_name = [label for label, members in groups.items() if members[0].method == wanted]
+    if len(by_name) == 1:
+        return by_name[0]
+    fix = f"Several have that name: {'; '.join(by_name)}." if by_name else nearest(wanted, groups)
+    raise MedfedError(f"'{wanted}' is not one of the methods compared.", where="baseline", fix=fix)
+
+
+def _cell(members: Sequence[Run], name: str, column: str, last: int) -> Cell:
+    key = f"{column}/{name}"
+    finals = [(run.seed, run.final(key, last).value) for run in members]
+    return Cell(
+        per_run=[(seed, value) for seed, value in finals if value is not None],
+        pooled=[v for run in members for v in run.window(key, last)],
+    )
+
+
+def gain(name: str, column: str, value: float, reference: float) -> float:
+    """How much better ``value`` is than ``reference``; negative when it is worse.
+
+    A gap is better the nearer it is to 0, whatever its sign and the metric.
+    """
+    if column == "gap":
+        return abs(reference) - abs(value)
+    return value - reference if metric(name).higher else reference - value
+
+
+def _pair(result: Comparison) -> None:
+    """Fills in the differences of every method against the baseline, seed by seed."""
+    for method, name, column in itertools.product(result.others, result.metrics, COLUMNS):
+        cell = result.cell(method, name, column)
+        reference = dict(result.cell(result.baseline, name, column).per_run)
+        common = [(s, v) for s, v in cell.per_run if s in reference]
+        cell.differences = {s: v - reference[s] for s, v in common}
+        cell.better = sum(gain(name, column, v, reference[s]) > 0 for s, v in common)
+
+
+def _rank(result: Comparison) -> None:
+    """Marks best and second best; equal means share a rank, and a collapsed model's gap takes none."""
+    collapsed = {m for m, members in result.runs.items() if any(collapse(r, result.last) for r in members)}
+    for name, column in itertools.product(result.metrics, COLUMNS):
+        means = {
+            m: mean
+            for m in result.methods
+            if (mean := result.cell(m, name, column).mean) is not None and not (column == "gap" and m in collapsed)
+        }
+        if len(means) < 2:
+            continue
+        for method, mean in means.items():
+            rank = 1 + sum(gain(name, column, other, mean) > 0 for other in means.values())
+            result.cell(method, name, column).rank = rank if rank <= 2 else None
+
+
+def _notes(result: Comparison, unlike: list[str]) -> list[str]:
+    notes = [f"not paired, so there are no differences: {reason}" for reason in unlike]
+    everyone = [run for members in result.runs.values() for run in members]
+    seeds = {m: {str(r.seed) for r in members} for m, members in result.runs.items()}
+    if len({frozenset(s) for s in seeds.values()}) > 1:
+        have = "; ".join(f"{m}: {', '.join(sorted(s))}" for m, s in seeds.items())
+        notes.append(f"methods have different seeds, differences use those in common ({have})")
+    if len({run.meta.get("data_hash") for run in everyone}) > 1:
+        notes.append("the data of the runs differ (data hash)")
+    for run in everyone:
+        done = len(run.records)
+        if run.status != "finished" or (run.planned and done < run.planned):
+            notes.append(f"{run.name} is not finished (status {run.status}, {done} of {run.planned} rounds)")
+        if (few := collapse(run, result.last)) is not None:
+            notes.append(f"{run.name} collapsed: it predicts {few[0]} of {few[1]} classes; its gap is not ranked")
+        for name, column in itertools.product(result.metrics, COLUMNS):
+            final = run.final(f"{column}/{name}", result.last)
+            if final.rounds and not final.complete:
+                where = f"{final.defined} of the last {len(final.rounds)} rounds"
+                notes.append(f"{run.name}: {column}/{name} is defined in {where}")
+    lengths = {len(run.records) for run in everyone}
+    if len(lengths) > 1:
+        notes.append(f"runs have different lengths ({', '.join(map(str, sorted(lengths)))} rounds)")
+    return notes

@@ -1,0 +1,184 @@
+"""What a run directory holds beside its records: the condition, what was left out, the last predictions.
+
+Each reader returns None where its file is not there and names a file that cannot be read in ``run.problems``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from medfed.report.runs import Run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What was left out of the data or corrected on the way.
+
+    Args:
+        reasons: number of files by reason, the most frequent first; None when not recorded.
+        corrections: times each correction was applied; None when not recorded.
+    """
+
+    reasons: dict[str, int] | None
+    corrections: dict[str, int] | None
+
+
+@dataclass(frozen=True)
+class ClientTable:
+    """Samples per client and class.
+
+    Args:
+        clients: names ``[K]``, sorted.
+        counts: int64 ``[K, C]`` by observed label (positives per label where multilabel).
+        samples: int64 ``[K]``.
+    """
+
+    clients: list[str]
+    counts: np.ndarray
+    samples: np.ndarray
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The last recorded predictions on one test set.
+
+    Args:
+        round: the round.
+        labels: int64 class indices ``[N]``, or zeros and ones ``[N, C]`` where multilabel.
+        probabilities: float64 ``[N, C]``.
+    """
+
+    round: int
+    labels: np.ndarray
+    probabilities: np.ndarray
+
+
+def left_out(run: Run) -> LeftOut:
+    """Files left out by reason, and corrections.  Paths stay out of it: a report may leave the house."""
+    reasons = _read(run, "findings/unusable.csv", _reasons)
+    corrections = _read(run, "findings/corrections.json", _json_object)
+    return LeftOut(reasons, corrections)
+
+
+def configuration(run: Run) -> str | None:
+    """The resolved experiment as it was saved."""
+    return _read(run, "experiment.yaml", lambda p: p.read_text(encoding="utf-8"))
+
+
+def condition_facts(run: Run) -> dict[str, str] | None:
+    """What the condition was made from, by dotted name (``partition.alpha``), without what is empty."""
+    condition = _read(run, "condition/condition.json", _json_object)
+    if condition is None:
+        return None
+    facts = condition.get("summary") or condition.get("spec") or {}
+    return {k: v for k, v in flat(facts).items() if v not in ("", "None")}
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one, with dotted names and values as text."""
+    if not isinstance(value, Mapping):
+        return {prefix: ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)}
+    found: dict[str, str] = {}
+    for key, item in value.items():
+        found.update(flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return found
+
+
+def corrupted_clients(run: Run) -> frozenset[str] | None:
+    """The clients whose images or labels a simulation corrupted; None where no truth is recorded."""
+    truth = _read(run, "condition/truth.parquet", _table)
+    if truth is None or "corrupted" not in truth:
+        return None
+    if "client" not in truth:
+        clients = _read(run, "condition/clients.parquet", _table)
+        if clients is None or "sample" not in truth:
+            return None
+        truth = clients.merge(truth, on="sample")
+    return frozenset(truth.loc[truth["corrupted"].astype(bool), "client"].astype(str))
+
+
+def client_table(run: Run) -> ClientTable | None:
+    """Samples per client and class, as the clients see them (observed labels)."""
+    table = _read(run, "condition/clients.parquet", _table)
+    if table is None or not {"client", "observed"} <= set(table) or not run.classes:
+        return None
+    names = sorted({*table["client"].astype(str), *map(str, run.meta.get("clients") or [])})
+    row = {n: i for i, n in enumerate(names)}
+    counts = np.zeros((len(names), len(run.classes)), np.int64)
+    rows = np.asarray([row[c] for c in table["client"].astype(str)], np.int64)
+    if run.multilabel:
+        np.add.at(counts, rows, np.stack([np.asarray(o, np.int64) for o in table["observed"]]))
+    else:
+        np.add.at(counts, (rows, table["observed"].to_numpy(np.int64)), 1)
+    return ClientTable(names, counts, np.bincount(rows, minlength=len(names)))
+
+
+def last_predictions(run: Run) -> dict[str, Predictions] | None:
+    """The newest predictions by test set (``clean``, ``corrupted``)."""
+    found = {int(m[1]): p for p in run.path.glob("predictions/*.parquet") if (m := _ROUND.match(p.name))}
+    if not found or not run.classes:
+        return None
+    round_ = max(found)
+    table = _read(run, str(found[round_].relative_to(run.path)), _table)
+    if table is None:
+        return None
+    scores = [f"p_{c}" for c in run.classes]
+    truth = [f"label_{c}" for c in run.classes] if run.multilabel else ["label"]
+    absent = [c for c in ["set", *truth, *scores] if c not in table]
+    if absent:
+        run.problems.append(f"predictions of round {round_} lack the columns {', '.join(absent)}")
+        return None
+    result = {}
+    for name, part in table.groupby("set", sort=True):
+        labels = part[truth].to_numpy(np.int64)
+        labels = labels if run.multilabel else labels[:, 0]
+        result[str(name)] = Predictions(round_, labels, part[scores].to_numpy(np.float64))
+    return result
+
+
+_ROUND = re.compile(r"round-(\d+)\.parquet$")
+
+
+def _read(run: Run, name: str, reader: Callable[[Path], T]) -> T | None:
+    path = run.path / name
+    if not path.is_file():
+        return None
+    try:
+        return reader(path)
+    except (OSError, ValueError) as error:  # ArrowInvalid, JSON and Unicode errors are ValueErrors
+        problem = f"{name} cannot be read ({type(error).__name__})"
+        if problem not in run.problems:
+            run.problems.append(problem)
+        return None
+
+
+def _table(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.read_parquet(path)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
+def _reasons(path: Path) -> dict[str, int]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return dict(Counter(row.get("reason") or "no reason given" for row in csv.DictReader(file)).most_common())

@@ -1,0 +1,90 @@
+"""One self-contained HTML page: of a run, or of a comparison of runs.
+
+Nothing on a page is loaded from elsewhere: style and figures are inline, there is no script.  Everything that comes
+from a run directory is untrusted text and is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medfed.errors import FederationError
+from medfed.report.compare import compare
+from medfed.report.page import comparison_view, run_view
+from medfed.report.runs import LAST, Run, load_run
+
+
+def write_report(run_dir: str | Path, out: str | Path | None = None, *, last: int = LAST) -> Path:
+    """Writes the page of one run.
+
+    Args:
+        run_dir: the run directory; it may be incomplete or still being written.
+        out: the file; ``report.html`` in the run directory by default.
+        last: rounds that a final number is the mean of.
+
+    Returns:
+        The file written.
+
+    Raises:
+        MedfedError: if ``run_dir`` is not a run directory.
+        FederationError: if the file cannot be written.
+    """
+    run = load_run(run_dir)
+    page = _environment().get_template("run.html").render(run_view(run, last))
+    return _write(page, Path(out) if out is not None else run.path / "report.html")
+
+
+def experiment_page(
+    runs: Sequence[Run | str | Path],
+    out: str | Path,
+    *,
+    title: str = "Comparison",
+    metrics: Sequence[str] | None = None,
+    baseline: str | None = None,
+    last: int = LAST,
+    allow_unpaired: bool = False,
+) -> Path:
+    """Writes the page that compares several runs.
+
+    Args:
+        runs: runs or run directories.
+        out: the file.
+        title: heading of the page.
+        metrics: see :func:`medfed.report.compare.compare`.
+        baseline: see there.
+        last: see there.
+        allow_unpaired: see there.
+
+    Returns:
+        The file written.
+
+    Raises:
+        MedfedError: as :func:`medfed.report.compare.compare`; if the file cannot be written.
+    """
+    loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
+    result = compare(loaded, metrics=metrics, baseline=baseline, last=last, allow_unpaired=allow_unpaired)
+    page = _environment().get_template("experiment.html").render(comparison_view(result, title))
+    return _write(page, Path(out))
+
+
+def _environment() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+
+
+def _write(page: str, out: Path) -> Path:
+    """Writes a page at once or not at all."""
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, out)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise FederationError(f"the page cannot be written: {error.strerror}.", where=str(out)) from None
+    return out

@@ -1,0 +1,122 @@
+"""What a reader of the numbers must know first: collapsed models, clients left out, undefined metrics."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from medfed.report.runs import LAST, Run
+
+_PREDICTS = re.compile(r"predicts (?:only )?(\d+) of (\d+) (?:classes|labels)")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """One remark.
+
+    Args:
+        level: ``"serious"`` (the numbers cannot be taken at face value), ``"note"`` otherwise.
+        text: the remark.
+        detail: where it holds, e.g. the rounds.
+    """
+
+    level: str
+    text: str
+    detail: str = ""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as ranges: ``[1, 2, 3, 7]`` gives ``"1–3, 7"``."""
+    parts: list[list[int]] = []
+    for n in sorted(set(numbers)):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+
+
+def in_rounds(numbers: Iterable[int]) -> str:
+    """``"round 4"`` or ``"rounds 1–3, 7"``."""
+    numbers = sorted(set(numbers))
+    return f"round{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+
+
+def collapse(run: Run, last: int = LAST) -> tuple[int, int] | None:
+    """Whether the final numbers are those of a model that predicts few of the classes.
+
+    Returns:
+        The smallest ``(predicted, classes)`` warned of in the last rounds, or None without such a warning.
+    """
+    found = [
+        (int(m[1]), int(m[2]))
+        for record in run.records[-last:]
+        for text in record.get("warnings") or []
+        if (m := _PREDICTS.search(str(text)))
+    ]
+    return min(found) if found else None
+
+
+def refusals(run: Run) -> dict[str, dict[str, list[int]]]:
+    """Who was left out: rounds by client and reason."""
+    table: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for record in run.records:
+        for entry in record.get("refused") or []:
+            table[str(entry.get("client"))][str(entry.get("reason"))].append(record["round"])
+    return {c: dict(table[c]) for c in sorted(table)}
+
+
+def notices(run: Run, last: int = LAST) -> list[Notice]:
+    """The remarks on a run, the serious ones first.
+
+    Args:
+        run: the run.
+        last: the rounds that its final numbers are taken from.
+    """
+    found: list[Notice] = []
+    done, planned = len(run.records), run.planned
+    if not done:
+        found.append(Notice("serious", "No round was recorded yet.", f"status: {run.status}"))
+    elif run.status != "finished" or (planned and done < planned):
+        of = f"{done} of {planned} rounds recorded" if planned else f"{done} rounds recorded"
+        found.append(Notice("serious", "This run is not finished.", f"status: {run.status}; {of}"))
+    if (few := collapse(run, last)) is not None:
+        found.append(
+            Notice(
+                "serious",
+                f"The model collapsed: it predicts {few[0]} of {few[1]} classes within the last rounds.",
+                "accuracy near chance and a small gap then say nothing about fairness",
+            )
+        )
+    warned: dict[str, list[int]] = defaultdict(list)
+    undefined: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for record in run.records:
+        for text in record.get("warnings") or []:
+            warned[str(text)].append(record["round"])
+        for key, reason in (record.get("undefined") or {}).items():
+            undefined[str(key), str(reason)].append(record["round"])
+    found += [Notice("note", text, in_rounds(r)) for text, r in warned.items()]
+    found += _left_out(run)
+    found += [Notice("note", f"{k} is not defined: {why}", in_rounds(r)) for (k, why), r in undefined.items()]
+    if done and run.rounds != list(range(1, run.rounds[-1] + 1)):
+        gaps = sorted(set(range(1, run.rounds[-1] + 1)) - set(run.rounds))
+        found.append(Notice("serious", "Some rounds have no record.", in_rounds(gaps)))
+    found += [Notice("note", text) for text in run.problems]
+    return sorted(found, key=lambda n: n.level != "serious")
+
+
+def _left_out(run: Run) -> list[Notice]:
+    """One remark for each reason for which clients were left out."""
+    by_reason: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for client, reasons in refusals(run).items():
+        for why, rounds in reasons.items():
+            by_reason[why][client] = rounds
+    found = []
+    for why, clients in by_reason.items():
+        who = next(iter(clients)) + " was" if len(clients) == 1 else f"{len(clients)} clients were"
+        times = sum(map(len, clients.values()))
+        where = in_rounds(r for rounds in clients.values() for r in rounds)
+        found.append(Notice("note", f"{who} left out: {why}", where if times == 1 else f"{times} times, in {where}"))
+    return found
