@@ -11,17 +11,17 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
-from medfed.config import Experiment
+from medfed.config import Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
-from medfed.data.readers import get_reader, read_cohort
+from medfed.data.readers import get_reader
 from medfed.data.splits import split_cohort, straddling_patients
 from medfed.errors import ConfigError, DataError
 from medfed.federation.messages import State
@@ -39,6 +39,25 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What clients hold: rows of the image store and observed labels, by client (DESIGN law 2: no truth here).
+
+    Args:
+        images: the records of the store, ``[M, C, h, w]``.
+        parts: rows ``[N]`` and observed labels by client.
+    """
+
+    images: np.ndarray
+    parts: dict[str, tuple[np.ndarray, torch.Tensor]]
+
+    def __call__(self, client: str) -> ArrayDataset:
+        """A client's images, as that client would have them, with the labels observed there."""
+        from medfed.data.arrays import ArrayDataset
+
+        return ArrayDataset(self.images, *self.parts[client])
 
 
 @dataclass
@@ -80,16 +99,21 @@ class Prepared:
         """Classes and kind of labels."""
         return self.condition.task
 
-    def client_data(self, name: str) -> ArrayDataset:
-        """A client's images, as that client would have them, with the labels observed there."""
-        view = self.condition.view(name)
-        return self._dataset([self.rows[s] for s in view.samples], view.labels)
+    def shards(self) -> Shards:
+        """What each client holds, apart from any truth."""
+        parts = {}
+        for name in self.condition.clients:
+            view = self.condition.view(name)
+            parts[name] = (np.asarray([self.rows[s] for s in view.samples], np.int64), self._tensor(view.labels))
+        return Shards(self.store.images, parts)
 
     def _dataset(self, rows: list[int], labels: np.ndarray) -> ArrayDataset:
         from medfed.data.arrays import ArrayDataset
 
-        kind = torch.int64 if self.task.kind == "multiclass" else torch.float32
-        return ArrayDataset(self.store.images, np.asarray(rows, np.int64), torch.as_tensor(labels).to(kind))
+        return ArrayDataset(self.store.images, np.asarray(rows, np.int64), self._tensor(labels))
+
+    def _tensor(self, labels: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(labels).to(torch.int64 if self.task.kind == "multiclass" else torch.float32)
 
     def evaluator(self) -> Evaluator:
         """Test sets with the truth, for evaluation alone."""
@@ -107,11 +131,6 @@ class Prepared:
             if len(held):
                 shares[client] = (quality, held)
         return Evaluator(self.task, sets, shares, samples=dict.fromkeys(sets, samples))
-
-    @cached_property
-    def seed(self) -> int:
-        """Seed of training."""
-        return self.experiment.seed
 
     def initial_model(self) -> State:
         """The initial global model: part of the condition, the same for every method."""
@@ -201,14 +220,18 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
 def read_section(experiment: Experiment) -> Cohort:
     """Reads the cohort that an experiment names."""
     section = experiment.cohort
-    get_reader(section.reader)
+    reader = get_reader(section.reader)
+    try:
+        options = reader.Options.model_validate(section.options)
+    except ValidationError as error:
+        raise ConfigError("\n  ".join(explain(error, reader.Options)), where=f"cohort ({section.reader})") from None
     if not section.root.exists():
         raise DataError(
             "there is no such folder or file.",
             where=str(section.root),
             fix="Set cohort.root, e.g. with --set cohort.root=/path/to/data.",
         )
-    cohort = read_cohort(section.reader, section.root, section.options)
+    cohort = reader.read(section.root, options)
     if not len(cohort):
         raise DataError("no usable sample was found.", where=str(section.root), fix="Try `medfed inspect` on it.")
     return cohort
@@ -218,7 +241,7 @@ def load_bundle(experiment: Experiment, task: Task) -> TrainingBundle:
     """The bundle of an experiment, with its overrides and the cohort's classes."""
     from medfed.training.bundle import TrainingBundle
 
-    overrides = {**experiment.overrides, "classes": list(task.classes), "task_kind": task.kind}
+    overrides = {**experiment.overrides, "classes": list(task.classes), "task": task.kind}
     return TrainingBundle.load(experiment.bundle, overrides)
 
 
@@ -284,7 +307,10 @@ def cautions(cohort: Cohort, digests: dict[str, str]) -> list[str]:
     found = []
     straddling = straddling_patients(cohort)
     if len(straddling):
-        found.append(f"{len(straddling)} patients are in both training and test set")
+        found.append(f"{len(straddling)} patients are on more than one side of the split")
+    unused = int(cohort.table["split"].eq("val").sum())
+    if unused:
+        found.append(f"{unused} validation samples are used neither for training nor for testing")
     sides: dict[str, set[str]] = {}
     for sample, split in zip(cohort.table["sample"], cohort.table["split"]):
         sides.setdefault(digests[sample], set()).add(split)

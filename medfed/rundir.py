@@ -45,7 +45,9 @@ class RunFolder:
             except FileExistsError:
                 continue
             except OSError as error:
-                raise ConfigError(f"cannot be made ({error.strerror}).", where=str(path), fix="Change 'output'.") from None
+                raise ConfigError(
+                    f"cannot be made ({error.strerror}).", where=str(path), fix="Change 'output'."
+                ) from None
             (path / EXPERIMENT).write_text(experiment, encoding="utf-8")
             return cls(path)
         raise ConfigError("a hundred runs of that name started within a second.", where=str(root))

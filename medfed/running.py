@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from medfed.config import Experiment, read_yaml, validate
+from medfed.config import Experiment, load_experiment, read_yaml, validate
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
 from medfed.engines.pool import PoolEngine
@@ -19,16 +20,22 @@ from medfed.federation.loop import Listener, Record, run_rounds
 from medfed.federation.messages import State
 from medfed.federation.server import Engine, Patience, Server
 from medfed.federation.state import ServerState, load_state, save_state, write_tensors
+from medfed.methods.registry import resolve_method
 from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
 from medfed.tracking.records import RecordLog
 from medfed.training.predictions import PredictionFiles
 
 if TYPE_CHECKING:
+    from medfed.console import Screen
     from medfed.training.local import LocalTrainer
 
 
 def start(
-    experiment: Experiment, *, say: Say = lambda _: None, progress: Progress | None = None, listeners: Sequence[Listener] = ()
+    experiment: Experiment,
+    *,
+    say: Say = lambda _: None,
+    progress: Progress | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Path:
     """Runs an experiment from its beginning.
 
@@ -52,6 +59,47 @@ def start(
     with folder.held():
         execute(prepared, folder, say=say, listeners=listeners)
     return folder.path
+
+
+def start_all(
+    config: Path, sets: Sequence[str], methods: Sequence[str], seeds: Sequence[int], screen: Screen, check: bool = False
+) -> list[Path]:
+    """Runs an experiment for every method and seed asked for, one after another, and compares them at the end.
+
+    All combinations are validated before the first one starts.
+
+    Args:
+        config: the experiment file.
+        sets: ``key=value`` changes.
+        methods: methods to run instead of the file's own.
+        seeds: seeds to run instead of the file's own.
+        screen: shows what is going on.
+        check: only validate and prepare.
+
+    Returns:
+        The runs' folders.
+    """
+    planned = []
+    for seed in seeds or [None]:
+        for method in methods or [None]:
+            changes = [*([] if method is None else [f"method={method}"]), *sets]
+            changes += [] if seed is None else [f"seed={seed}"]
+            planned.append(load_experiment(config, changes))
+    for experiment in planned:
+        resolve_method(experiment.method)
+    paths = []
+    for experiment in planned:
+        with screen:
+            if check:
+                prepared = prepare(experiment, say=screen.say, progress=screen.progress)
+                screen.say(f"Condition {prepared.condition.hash[:12]} with {len(prepared.condition.clients)} clients")
+                for warning in prepared.warnings:
+                    screen.say(f"Note: {warning}")
+            else:
+                paths.append(start(experiment, say=screen.say, progress=screen.progress, listeners=[screen.round]))
+    if paths:
+        screen.finish(paths)
+    return paths
 
 
 def resume(
@@ -211,30 +259,26 @@ def make_engine(
 ) -> tuple[Engine, LocalTrainer]:
     """The engine and the trainer with which this process evaluates."""
     clients = prepared.condition.clients
-
-    def host(trainer: LocalTrainer) -> ClientHost:
-        return ClientHost(
-            clients,
-            prepared.method.tasks,
-            prepared.task,
-            prepared.client_data,
-            trainer,
-            folder.clients,
-            prepared.seed,
-        )
-
+    # Engine and clients get the shards and nothing that knows the truth.
+    host = partial(
+        ClientHost,
+        clients,
+        prepared.method.tasks,
+        prepared.task,
+        prepared.shards(),
+        folder=folder.clients,
+        seed=prepared.experiment.seed,
+    )
     if workers == 1:
         trainer = prepared.trainer(device, threads)
-        return LocalEngine(host(trainer)), trainer
+        return LocalEngine(host(trainer=trainer)), trainer
     model_bytes = sum(t.numel() * t.element_size() for t in prepared.initial_model().values())
     fork = device == "cpu" and threads == 1
-    factory: Callable[[], ClientHost]
-    if fork:
-        factory = lambda: host(prepared.trainer(device, threads))  # noqa: E731
-    else:
-        from functools import partial
-
-        factory = partial(host_of_run, str(folder.path), device, threads)
+    factory = (
+        (lambda: host(trainer=prepared.trainer(device, threads)))
+        if fork
+        else partial(host_of_run, str(folder.path), device, threads)
+    )
     engine = PoolEngine(
         clients,
         factory,
@@ -254,10 +298,10 @@ def host_of_run(path: str, device: str, threads: int) -> ClientHost:
         prepared.condition.clients,
         prepared.method.tasks,
         prepared.task,
-        prepared.client_data,
+        prepared.shards(),
         prepared.trainer(device, threads),
         folder.clients,
-        prepared.seed,
+        prepared.experiment.seed,
     )
 
 

@@ -73,10 +73,11 @@ def sharpness(client: Client, message: Message) -> Message:
     Returns:
         Values ``samples``, ``sharpness`` S_k and ``received_loss``, the mean loss of the received model.
     """
+    from medfed.training.sharpness import Radius
+
     client.load(message.group("model"))
-    measured = client.trainer.sharpness(
-        client.data, message.values["rho"], radius=message.values["radius"], kind=client.task.kind
-    )
+    radius = Radius(message.values["rho"], message.values["radius"])
+    measured = client.trainer.sharpness(client.data, radius)
     return Message.of(
         {
             "samples": client.num_samples,

@@ -1,0 +1,5 @@
+"""``python -m medfed``."""
+
+from medfed.cli import main
+
+main()

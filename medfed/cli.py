@@ -1,0 +1,194 @@
+"""The command line.
+
+Heavy modules are imported inside the commands that need them, so that ``medfed --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from medfed.errors import ConfigError, MedfedError
+
+app = typer.Typer(
+    name="medfed",
+    help="Federated learning for medical images of uneven quality and labels of uneven reliability.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+Sets = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the experiment file; may be given often."),
+]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")]
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    sets: Sets = None,
+    method: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Run this method instead of the file's; give it often to run several, one by one."),
+    ] = None,
+    seed: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="Run with this seed; give it often to run several."),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Validate and prepare everything, then stop.")] = False,
+) -> None:
+    """Runs a federation from an experiment file."""
+    from medfed.console import Screen
+    from medfed.running import start_all
+
+    start_all(config, sets or [], method or [], seed or [], Screen(), check=check)
+
+
+@app.command()
+def resume(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
+    """Goes on with a run after its last checkpoint."""
+    from medfed.console import Screen
+    from medfed.running import resume as go_on
+
+    screen = Screen()
+    with screen:
+        path = go_on(run, say=screen.say, progress=screen.progress, listeners=[screen.round])
+    screen.finish([path])
+
+
+@app.command()
+def inspect(
+    source: Annotated[Path, typer.Argument(help="Experiment file, or a folder or table of images.")],
+    reader: Annotated[str, typer.Option(help="Reader, when SOURCE is not an experiment file.")] = "folder",
+    out: Annotated[Path, typer.Option(help="Folder for the report and the picture sheet.")] = Path("inspection"),
+    sets: Sets = None,
+) -> None:
+    """Looks at images and labels before a run: what is there, what is unusable and why."""
+    from medfed.console import Screen
+    from medfed.inspecting import inspect as look
+
+    look(source, reader, out, sets or [], Screen())
+
+
+@app.command()
+def methods() -> None:
+    """Lists the methods: paper, what clients send and keep, what is needed."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from medfed.methods.registry import METHODS, get_method
+
+    table = Table(title="Methods", title_justify="left")
+    for column in ("name", "what it does", "published", "clients send, besides the model", "keep", "needs"):
+        table.add_column(column)
+    for name in METHODS:
+        m = get_method(name)
+        table.add_row(m.name, m.title, m.paper, m.sends, m.keeps, m.needs)
+    Console().print(table)
+
+
+@app.command()
+def compare(
+    runs: Runs,
+    baseline: Annotated[Optional[str], typer.Option(help="Method that differences are taken from.")] = None,  # noqa: UP045
+    metric: Annotated[Optional[list[str]], typer.Option(help="Metric; may be given often.")] = None,  # noqa: UP045
+    last: Annotated[int, typer.Option(help="Last rounds averaged.", min=1)] = 5,
+    unpaired: Annotated[bool, typer.Option("--unpaired", help="Allow runs of different conditions.")] = False,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Also write this file: .html, .csv, .md, .tex, .json or .png."),
+    ] = None,
+) -> None:
+    """Compares runs that share a condition: clean, corrupted, average, worst client, gap."""
+    from rich.console import Console
+
+    from medfed.report.compare import compare as compare_runs
+    from medfed.report.runs import load_run
+
+    loaded = [load_run(path) for path in runs]
+    result = compare_runs(loaded, metrics=metric, baseline=baseline, last=last, allow_unpaired=unpaired)
+    result.render(Console())
+    if out is not None:
+        write_comparison(loaded, result, out, metric, baseline, last, unpaired)
+        typer.echo(f"Written: {out}")
+
+
+def write_comparison(
+    loaded: list[Any], result: Any, out: Path, metric: list[str] | None, baseline: str | None, last: int, unpaired: bool
+) -> None:
+    """Writes a comparison in the format that the file's ending names."""
+    texts = {".csv": result.to_csv, ".md": result.to_markdown, ".tex": result.to_latex, ".json": result.to_json}
+    if out.suffix in texts:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(texts[out.suffix](), encoding="utf-8")
+    elif out.suffix == ".html":
+        from medfed.report.html import experiment_page
+
+        experiment_page(loaded, out, metrics=metric, baseline=baseline, last=last, allow_unpaired=unpaired)
+    elif out.suffix == ".png":
+        from medfed.report.plots import comparison_plot
+
+        comparison_plot(loaded, out)
+    else:
+        raise ConfigError(
+            f"cannot write '{out.suffix}'.", where=str(out), fix="Use .html, .csv, .md, .tex, .json or .png."
+        )
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
+    """Writes the report page of a run anew, also of one that is still going on."""
+    from medfed.report.html import write_report
+
+    typer.echo(f"Written: {write_report(run)}")
+
+
+@app.command()
+def sync(runs: Runs) -> None:
+    """Sends to MLflow what it has missed, e.g. while its server was down."""
+    from medfed.tracking.sync import sync as catch_up
+
+    for path in runs:
+        typer.echo(f"{path}: {catch_up(path)}")
+
+
+@app.command()
+def demo(
+    kind: Annotated[str, typer.Option(help="Built-in cohort: oct, ct or derm.")] = "oct",
+    out: Annotated[Path, typer.Option(help="Folder for images, runs and results.")] = Path("demo"),
+    rounds: Annotated[Optional[int], typer.Option(min=1, help="Communication rounds.")] = None,  # noqa: UP045
+) -> None:
+    """Runs FedAvg against FedISM on a built-in cohort, made on the spot."""
+    from medfed.console import Screen
+    from medfed.demonstration import demonstrate
+
+    demonstrate(kind, out, rounds, Screen())
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from medfed import __version__
+
+        typer.echo(f"medfed {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point: a user's fault is one message and exit code 2, an interrupt exit code 130."""
+    try:
+        app(standalone_mode=True)
+    except MedfedError as error:
+        typer.echo(f"medfed: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
