@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from medfed.data.corruption import Corruption
 
 
 class PartitionSpec(BaseModel):
@@ -38,18 +40,30 @@ class CorruptionSpec(BaseModel):
     """What is wrong with the images of corrupted clients and with the corrupted test set.
 
     Args:
-        kind: ``gaussian_noise`` or ``motion_blur``.
+        kind: one of ``medfed.data.corruption.KINDS``.
         severity: 1 to 5 (ImageNet-C; FedISM uses 3).
         domain: ``image`` (prepared pixels in 0..1) or ``hounsfield`` (CT values before the window).
-        hu_range: ``hounsfield`` only: the range of Hounsfield units that counts as the full scale.
+        hu_range: ``hounsfield`` only: width in HU that stands for the full range of an image.
+
+    Raises:
+        ConfigError: for what is no corruption; see :class:`medfed.data.corruption.Corruption`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["gaussian_noise", "motion_blur"] = "gaussian_noise"
-    severity: int = Field(default=3, ge=1, le=5)
+    kind: str = "gaussian_noise"
+    severity: int = 3
     domain: Literal["image", "hounsfield"] = "image"
-    hu_range: tuple[float, float] | None = None
+    hu_range: float = 80.0
+
+    @model_validator(mode="after")
+    def _is_a_corruption(self) -> CorruptionSpec:
+        self.build(0)
+        return self
+
+    def build(self, seed: int) -> Corruption:
+        """The corruption, with the noise of one seed."""
+        return Corruption(self.kind, self.severity, self.domain, seed, self.hu_range)
 
 
 class ConditionSpec(BaseModel):

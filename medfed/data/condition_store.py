@@ -16,6 +16,7 @@ import pandas as pd
 
 from medfed.data.cohort import Task
 from medfed.data.condition_spec import ConditionSpec
+from medfed.data.corruption import Corruption
 from medfed.errors import ConfigError, DataError, nearest
 
 FORMAT = 1
@@ -111,6 +112,11 @@ class Condition:
         labels.setflags(write=False)
         return ClientView(client, tuple(self.truth.samples[rows]), labels)
 
+    @property
+    def corruption(self) -> Corruption | None:
+        """What is done to the images of corrupted clients and to the corrupted test set."""
+        return self.spec.corruption.build(self.spec.seed) if self.spec.corruption else None
+
     @cached_property
     def hash(self) -> str:
         """sha256 of the content: samples, digests, labels, assignment, corruption and seed; never of paths."""
@@ -182,13 +188,12 @@ class Condition:
         return np.stack(counts)
 
     def _header(self) -> dict[str, Any]:
-        corruption = self.spec.corruption
         return {
             "format": FORMAT,
             "task": {"kind": self.task.kind, "classes": list(self.task.classes)},
             "clients": list(self.clients),
             "seed": self.spec.seed,
-            "corruption": corruption.model_dump(mode="json") if corruption else None,
+            "corruption": self.corruption.key() if self.corruption else None,
         }
 
     def _tables(self) -> dict[str, pd.DataFrame]:
