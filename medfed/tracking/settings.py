@@ -29,8 +29,8 @@ class TrackingSettings(BaseModel):
 
     enabled: bool = True
     uri: str | None = None
-    experiment: str = Field("medfed", min_length=1, max_length=500)
-    every: int = Field(1, ge=1)
+    experiment: str = Field(default="medfed", min_length=1, max_length=500)
+    every: int = Field(default=1, ge=1)
 
 
 def resolve_uri(settings: TrackingSettings, runs_root: Path) -> str:
