@@ -242,10 +242,10 @@ def unpaired(groups: dict[str, list[Run]]) -> list[str]:
     for seed, entries in by_seed.items():
         hashes = {str(run.meta.get("condition_hash")) for _, run in entries}
         if len(entries) > 1 and (len(hashes) > 1 or any(not r.meta.get("condition_hash") for _, r in entries)):
-            who = ", ".join(f"{r.name} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
+            who = ", ".join(f"{r.folder} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
             reasons.append(f"with seed {seed} the conditions of {who} are not the same")
         for method in groups:
-            twice = [r.name for m, r in entries if m == method]
+            twice = [r.folder for m, r in entries if m == method]
             if len(twice) > 1:
                 reasons.append(f"{method} has seed {seed} {len(twice)} times ({', '.join(twice)})")
     return reasons
@@ -342,15 +342,15 @@ def _notes(result: Comparison, unlike: list[str]) -> list[str]:
         notes.append("the data of the runs differ (data hash)")
     for run in everyone:
         done = len(run.records)
-        if run.status != "finished" or (run.planned and done < run.planned):
-            notes.append(f"{run.name} is not finished (status {run.status}, {done} of {run.planned} rounds)")
+        if not run.finished:
+            notes.append(f"{run.folder} is not finished (status {run.status}, {done} of {run.planned} rounds)")
         if (few := collapse(run, result.last)) is not None:
-            notes.append(f"{run.name} collapsed: it predicts {few[0]} of {few[1]} classes; its gap is not ranked")
+            notes.append(f"{run.folder} collapsed ({few}); the gap of its method is not ranked")
         for name, column in itertools.product(result.metrics, COLUMNS):
             final = run.final(f"{column}/{name}", result.last)
             if final.rounds and not final.complete:
                 where = f"{final.defined} of the last {len(final.rounds)} rounds"
-                notes.append(f"{run.name}: {column}/{name} is defined in {where}")
+                notes.append(f"{run.folder}: {column}/{name} is defined in {where}")
     lengths = {len(run.records) for run in everyone}
     if len(lengths) > 1:
         notes.append(f"runs have different lengths ({', '.join(map(str, sorted(lengths)))} rounds)")

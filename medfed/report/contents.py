@@ -31,10 +31,12 @@ class LeftOut:
     Args:
         reasons: number of files by reason, the most frequent first; None when not recorded.
         corrections: times each correction was applied; None when not recorded.
+        notes: remarks on the data as a whole.
     """
 
     reasons: dict[str, int] | None
     corrections: dict[str, int] | None
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -59,19 +61,22 @@ class Predictions:
     Args:
         round: the round.
         labels: int64 class indices ``[N]``, or zeros and ones ``[N, C]`` where multilabel.
-        probabilities: float64 ``[N, C]``.
+        probabilities: float64 ``[N, C]``, all finite.
+        unusable: samples that are left out because a score was not finite.
     """
 
     round: int
     labels: np.ndarray
     probabilities: np.ndarray
+    unusable: int = 0
 
 
 def left_out(run: Run) -> LeftOut:
     """Files left out by reason, and corrections.  Paths stay out of it: a report may leave the house."""
     reasons = _read(run, "findings/unusable.csv", _reasons)
     corrections = _read(run, "findings/corrections.json", _json_object)
-    return LeftOut(reasons, corrections)
+    notes = _read(run, "findings/notes.txt", lambda p: p.read_text(encoding="utf-8").splitlines())
+    return LeftOut(reasons, corrections, notes or [])
 
 
 def configuration(run: Run) -> str | None:
@@ -144,9 +149,10 @@ def last_predictions(run: Run) -> dict[str, Predictions] | None:
         return None
     result = {}
     for name, part in table.groupby("set", sort=True):
-        labels = part[truth].to_numpy(np.int64)
-        labels = labels if run.multilabel else labels[:, 0]
-        result[str(name)] = Predictions(round_, labels, part[scores].to_numpy(np.float64))
+        p, labels = part[scores].to_numpy(np.float64), part[truth].to_numpy(np.int64)
+        usable = np.isfinite(p).all(axis=1)
+        labels = labels[usable] if run.multilabel else labels[usable, 0]
+        result[str(name)] = Predictions(round_, labels, p[usable], int((~usable).sum()))
     return result
 
 

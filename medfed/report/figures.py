@@ -35,7 +35,13 @@ MOST_POINTS = 8000
 BINS = 15
 """Equal bins of a reliability diagram, as in the calibration error that is recorded."""
 
-STATES = {"admitted": THIRD, "refused": CORRUPTED, "dropped out": "#e69f00", "no answer": UNKNOWN}
+STATES = {
+    "admitted": (THIRD, 0.76),
+    "refused": (CORRUPTED, 0.76),
+    "dropped out": ("#e69f00", 0.32),
+    "no answer": (UNKNOWN, 0.32),
+}
+"""Colour and height of a bar: who did not answer is also told apart without colour."""
 
 
 @styled
@@ -148,7 +154,8 @@ def participation(run: Run, corrupted: frozenset[str] | None) -> Figure | None:
         for state, bars in spans.items():
             label = None if seen.get(state) else state
             seen[state] = True
-            axes.broken_barh(bars, (y - 0.38, 0.76), facecolor=STATES[state], lw=0, label=label)
+            colour, height = STATES[state]
+            axes.broken_barh(bars, (y - height / 2, height), facecolor=colour, lw=0, label=label)
     step = max(1, math.ceil(len(clients) / 45))
     axes.set_yticks(range(0, len(clients), step), clients[::step])
     for tick, client in zip(axes.get_yticklabels(), clients[::step]):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from medfed.report.runs import LAST, Run
 
-_PREDICTS = re.compile(r"predicts (?:only )?(\d+) of (\d+) (?:classes|labels)")
+_COLLAPSED = re.compile(r"predicts (?:only )?\d+ of \d+ |of the samples to 1 of \d+ |every sample the same")
+"""The warnings of evaluation that say that a model has collapsed."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,10 @@ def in_rounds(numbers: Iterable[int]) -> str:
     return f"round{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
-def collapse(run: Run, last: int = LAST) -> tuple[int, int] | None:
-    """Whether the final numbers are those of a model that predicts few of the classes.
-
-    Returns:
-        The smallest ``(predicted, classes)`` warned of in the last rounds, or None without such a warning.
-    """
-    found = [
-        (int(m[1]), int(m[2]))
-        for record in run.records[-last:]
-        for text in record.get("warnings") or []
-        if (m := _PREDICTS.search(str(text)))
-    ]
-    return min(found) if found else None
+def collapse(run: Run, last: int = LAST) -> str | None:
+    """The newest warning, within the last rounds, that the model predicts few of the classes; None without one."""
+    texts = [str(w) for record in run.records[-last:] for w in record.get("warnings") or []]
+    return next((t for t in reversed(texts) if _COLLAPSED.search(t)), None)
 
 
 def refusals(run: Run) -> dict[str, dict[str, list[int]]]:
@@ -79,32 +71,49 @@ def notices(run: Run, last: int = LAST) -> list[Notice]:
     done, planned = len(run.records), run.planned
     if not done:
         found.append(Notice("serious", "No round was recorded yet.", f"status: {run.status}"))
-    elif run.status != "finished" or (planned and done < planned):
+    elif not run.finished:
         of = f"{done} of {planned} rounds recorded" if planned else f"{done} rounds recorded"
         found.append(Notice("serious", "This run is not finished.", f"status: {run.status}; {of}"))
+    if run.meta.get("error"):
+        found.append(Notice("serious", f"The run failed: {run.meta['error']}"))
     if (few := collapse(run, last)) is not None:
-        found.append(
-            Notice(
-                "serious",
-                f"The model collapsed: it predicts {few[0]} of {few[1]} classes within the last rounds.",
-                "accuracy near chance and a small gap then say nothing about fairness",
-            )
-        )
+        why = "accuracy near chance and a small gap then say nothing about fairness"
+        found.append(Notice("serious", f"The model has collapsed ({few}).", why))
+    if done and (gaps := set(range(1, run.rounds[-1] + 1)) - set(run.rounds)):
+        found.append(Notice("serious", "Some rounds have no record.", in_rounds(gaps)))
     warned: dict[str, list[int]] = defaultdict(list)
-    undefined: dict[tuple[str, str], list[int]] = defaultdict(list)
     for record in run.records:
         for text in record.get("warnings") or []:
             warned[str(text)].append(record["round"])
-        for key, reason in (record.get("undefined") or {}).items():
-            undefined[str(key), str(reason)].append(record["round"])
     found += [Notice("note", text, in_rounds(r)) for text, r in warned.items()]
-    found += _left_out(run)
-    found += [Notice("note", f"{k} is not defined: {why}", in_rounds(r)) for (k, why), r in undefined.items()]
-    if done and run.rounds != list(range(1, run.rounds[-1] + 1)):
-        gaps = sorted(set(range(1, run.rounds[-1] + 1)) - set(run.rounds))
-        found.append(Notice("serious", "Some rounds have no record.", in_rounds(gaps)))
-    found += [Notice("note", text) for text in run.problems]
-    return sorted(found, key=lambda n: n.level != "serious")
+    found += _left_out(run) + _undefined(run)
+    found += [Notice("note", str(text), "known before the first round") for text in run.meta.get("warnings") or []]
+    return found + [Notice("note", text) for text in run.problems]
+
+
+def _undefined(run: Run) -> list[Notice]:
+    """One remark for each reason and test set, and one for each metric of single clients."""
+    sets: dict[tuple[str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    shares: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    reasons: dict[str, str] = {}
+    for record in run.records:
+        for key, reason in (record.get("undefined") or {}).items():
+            group, _, name = str(key).partition("/")
+            if group == "clients":
+                client, _, name = name.rpartition("/")
+                shares[name][client].append(record["round"])
+                reasons.setdefault(name, str(reason))
+            else:
+                sets[group, str(reason)][name].append(record["round"])
+    found = []
+    for (group, reason), names in sets.items():
+        where = in_rounds(r for rounds in names.values() for r in rounds)
+        found.append(Notice("note", f"Not defined on the {group} test set: {', '.join(names)} ({reason}).", where))
+    for name, clients in shares.items():
+        where = in_rounds(r for rounds in clients.values() for r in rounds)
+        who = next(iter(clients)) if len(clients) == 1 else f"{len(clients)} clients"
+        found.append(Notice("note", f"{name} is not defined for {who}, e.g. {reasons[name]}.", where))
+    return found
 
 
 def _left_out(run: Run) -> list[Notice]:

@@ -38,8 +38,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
     versions = contents.flat(run.meta.get("versions") or {})
     view = {
         "run": run,
-        "folder": run.path.resolve().name,
-        "last": last,
+        "averaged": max((len(run.final(f"{g}/{n}", last).rounds) for g in TEST_SETS for n in names), default=0),
         "duration": duration(run),
         "started": when(run.meta.get("started")),
         "finished": when(run.meta.get("finished")),
@@ -189,7 +188,8 @@ def confusion(run: Run, predictions: contents.Predictions) -> dict[str, Any]:
     """Counts by true and predicted class; for several labels at once, right and wrong of each at 0.5.
 
     Returns:
-        ``header`` (column names) and ``rows``: name and cells of ``(count, share of the row)``.
+        ``header`` (column names) and ``rows``: name and cells of ``(count, share of the row)``;
+        ``unusable``: samples without finite scores.
     """
     labels, p = predictions.labels, predictions.probabilities
     if labels.ndim == 2:
@@ -204,7 +204,7 @@ def confusion(run: Run, predictions: contents.Predictions) -> dict[str, Any]:
         of = counts.sum(axis=1, keepdims=True)
     share = counts / np.maximum(of, 1)
     rows = [(c, [(int(n), float(s)) for n, s in zip(*row)]) for c, row in zip(run.classes, zip(counts, share))]
-    return {"header": header, "rows": rows}
+    return {"header": header, "rows": rows, "unusable": predictions.unusable}
 
 
 def per_seed(result: Comparison, name: str) -> list[tuple[str, str, list[str]]]:

@@ -87,7 +87,7 @@ def round_axis(axes: Axes, rounds: Sequence[int] | np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, min_n_ticks=1))
     if len(rounds):
         low, high = min(rounds), max(rounds)
         margin = 0.5 if low == high else 0.02 * (high - low)
@@ -117,6 +117,7 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
 
 _TIP = "tip:"
 _ID = re.compile(r'<g id="([^"]*)"([^>]*)>')
+_TAG = re.compile(r"<[^>]*>")
 _LONG = re.compile(r"(-?\d+\.\d\d)\d+")
 _HEAD = re.compile(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>")
 
@@ -140,8 +141,7 @@ def svg(figure: Figure, title: str, description: str) -> Markup:
     body = text[head.end() :] if head else text
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = _ID.sub(_tip_or_nothing, body)
-    body = _LONG.sub(r"\1", body).replace(" \nL ", "L").replace("\n", " ")
-    body = re.sub(r"  +", " ", body)
+    body = _TAG.sub(_shorten, body)
     for colour, name in VARIABLES.items():
         body = body.replace(colour, f"var(--{name})")
     box = head[1] if head else "0 0 100 100"
@@ -149,6 +149,11 @@ def svg(figure: Figure, title: str, description: str) -> Markup:
         f'<svg role="img" viewBox="{box}" preserveAspectRatio="xMidYMid meet"><title>{escape(title)}</title>'
         f"<desc>{escape(description)}</desc>{body}"
     )
+
+
+def _shorten(tag: re.Match[str]) -> str:
+    """Cuts coordinates to hundredths of a point; text between tags (tick labels, names) stays as it is."""
+    return re.sub(r"\s+", " ", _LONG.sub(r"\1", tag[0])).replace(" L ", "L")
 
 
 def _tip_or_nothing(match: re.Match[str]) -> str:
@@ -210,7 +215,7 @@ def difference_figure(comparison: Comparison, name: str) -> Figure | None:
     rows = [(m, c) for m in comparison.others for c in columns if comparison.cell(m, name, c).differences]
     if not comparison.paired or not rows:
         return None
-    figure, axes = panel(9, 0.9 + 0.27 * len(rows))
+    figure, axes = panel(11, 0.9 + 0.27 * len(rows))
     shown = metric(name).shown
     for y, (method, column) in enumerate(rows):
         cell = comparison.cell(method, name, column)

@@ -21,6 +21,9 @@ from medfed.report.metrics import metric
 LAST = 5
 """Rounds that a final number is averaged over, as in the tables of FedISM (last five rounds)."""
 
+COUNTS = frozenset({"samples", "non_finite"})
+"""What stands among the metrics of an evaluation without being one."""
+
 Record = Mapping[str, Any]
 _ABSENT = object()
 
@@ -67,6 +70,11 @@ class Run:
         return str(self.meta.get("name") or self.path.name)
 
     @property
+    def folder(self) -> str:
+        """The name of the run's directory, which tells runs of one experiment apart."""
+        return self.path.resolve().name
+
+    @property
     def method(self) -> str:
         """The method's name."""
         return str(self.meta.get("method") or "unknown method")
@@ -78,8 +86,13 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The recorded status, e.g. ``finished``, ``running``, ``interrupted``."""
+        """The recorded status: ``new``, ``running``, ``completed``, ``interrupted`` or ``failed``."""
         return str(self.meta.get("status") or "unknown")
+
+    @property
+    def finished(self) -> bool:
+        """The run came to its end and all planned rounds are recorded."""
+        return self.status in ("completed", "finished") and len(self.records) >= (self.planned or 1)
 
     @property
     def classes(self) -> list[str]:
@@ -117,7 +130,7 @@ class Run:
         for record in self.records:
             for group in ("clean", "corrupted"):
                 scalars = _dict(record, "evaluation", group).items()
-                names.update((k, None) for k, v in scalars if "/" not in k and (v is None or _is_number(v)))
+                names.update((k, None) for k, v in scalars if _is_metric(k, v))
         return list(names)
 
     def values(self, key: str) -> list[tuple[int, float]]:
@@ -262,6 +275,10 @@ def _dict(record: Record, *path: str) -> Mapping[str, Any]:
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    return "/" not in key and key not in COUNTS and (value is None or _is_number(value))
 
 
 def _is_number(value: Any) -> bool:

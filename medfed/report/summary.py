@@ -69,5 +69,7 @@ def round_line(record: Record, planned: int | None = None) -> str:
     seconds = quantity(record, "seconds/total")
     if seconds is not None and math.isfinite(seconds):
         parts.append(f"{seconds:.1f} s")
-    parts += [f"! {w}" for w in record.get("warnings") or []]
+    warnings = len(record.get("warnings") or [])
+    if warnings:
+        parts.append(f"! {warnings} warning{'s' if warnings > 1 else ''}")
     return "  ".join(parts)

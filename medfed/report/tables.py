@@ -206,7 +206,7 @@ def to_json(comparison: Comparison) -> str:
         "paired": comparison.paired,
         "last_rounds": comparison.last,
         "unit": "as recorded (fractions)",
-        "runs": {m: [r.name for r in members] for m, members in comparison.runs.items()},
+        "runs": {m: [r.folder for r in members] for m, members in comparison.runs.items()},
         "notes": comparison.notes,
         "cells": rows,
     }
