@@ -6,6 +6,7 @@ functional groups) is settled in :mod:`medfed.data.dicom_values`.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import warnings
@@ -20,11 +21,14 @@ from pydicom.tag import BaseTag, Tag
 from medfed.data.decode import Decoded, DecodeOptions, Header, Probe, Undecodable, check_frame, check_size
 from medfed.data.dicom_values import Frame, colour, displayed, hounsfield, is_hounsfield
 
-# pydicom warns of each oddity of each file; what matters of them is counted as a correction.
+# pydicom warns of each oddity of each file and quotes values of the patient; what matters is counted as a correction.
+logging.getLogger("pydicom").setLevel(logging.CRITICAL)
 warnings.filterwarnings("ignore", category=UserWarning, module=r"pydicom|medfed\.data\.dicom")
 
 _UNDEFINED_LENGTH = 0xFFFFFFFF
 _PIXEL_KEYWORDS = {0x0010: "PixelData", 0x0008: "FloatPixelData", 0x0009: "DoubleFloatPixelData"}
+_ITEM, _DELIMITER = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"
+_JPEG_END = b"\xff\xd9"
 _J2K_START = b"\xff\x4f\xff\x51"  # SOC and SIZ markers, ISO/IEC 15444-1 Annex A
 
 _TEXTS = {
@@ -153,6 +157,7 @@ def _stored_pixels(file: BinaryIO, frame: Frame) -> tuple[np.ndarray, str]:
         keyword, representation, length = _pixel_element(file, dataset)
         options.update(pixel_keyword=keyword, pixel_vr=representation)
         if syntax.is_encapsulated:
+            _check_fragments(file, syntax, corrections)
             _check_codestream(file, options.get("bits_stored"), syntax, corrections)
         elif length == _UNDEFINED_LENGTH:
             raise Undecodable("compressed pixel data without a transfer syntax that says so")
@@ -200,6 +205,33 @@ def _check_length(dataset: Dataset, actual: int, corrections: list[str]) -> None
         raise Undecodable(f"pixel data shorter than the header says ({actual} of {expected} bytes)")
     if actual > expected + expected % 2:
         corrections.append("trailing_bytes_ignored")
+
+
+def _check_fragments(file: BinaryIO, syntax: uid.UID, corrections: list[str]) -> None:
+    """Walks the fragments of compressed pixels (PS3.5 A.4): JPEG decoders fill up with grey what is cut off."""
+    start, size = file.tell(), os.fstat(file.fileno()).st_size
+    at, length, items = start, 0, 0
+    while True:
+        file.seek(at)
+        head = file.read(8)
+        if len(head) < 8:
+            corrections.append("sequence_delimiter_missing")
+            break
+        tag, length_here = head[:4], int.from_bytes(head[4:], "little")
+        if tag == _DELIMITER:
+            break
+        if tag != _ITEM:
+            raise Undecodable(f"damaged pixel data ({syntax.name})")
+        at, length, items = at + 8 + length_here, length_here, items + 1
+        if at > size:
+            raise Undecodable(f"pixel data shorter than the header says ({size - start} of {at - start} bytes)")
+    if items < 2 or length == 0:  # the first is the offset table
+        raise Undecodable("no pixel data")
+    if syntax in uid.JPEGTransferSyntaxes or syntax in uid.JPEGLSTransferSyntaxes:
+        file.seek(at - min(length, 64))
+        if not file.read(min(length, 64)).rstrip(b"\0").endswith(_JPEG_END):
+            raise Undecodable("pixel data ends before the end of the JPEG stream")
+    file.seek(start)
 
 
 def _check_codestream(file: BinaryIO, bits_stored: Any, syntax: uid.UID, corrections: list[str]) -> None:

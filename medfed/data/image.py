@@ -32,7 +32,7 @@ def decode(file: BinaryIO, frame: int, options: DecodeOptions) -> Decoded:
     check_frame(frame, _frames(image))
     if frame:
         image.seek(frame)
-    check_size(*_size(image), options.max_pixels)
+    check_size(image.height, image.width, options.max_pixels)
     corrections: list[str] = []
     orientation = _orientation(image)
     if _is_deep_colour(image):
@@ -42,7 +42,7 @@ def decode(file: BinaryIO, frame: int, options: DecodeOptions) -> Decoded:
         upright = ImageOps.exif_transpose(image)
     except Exception as error:  # OSError for truncated files, but also SyntaxError, ValueError, struct.error ...
         raise Undecodable(f"truncated or damaged {image.format} file") from error
-    if orientation != 1:
+    if (orientation, _orientation(image)) != (1, 1):  # a TIFF loses it when loaded, a PNG may only then show it
         corrections.append("exif_rotated")
     pixels, value_range = _pixels(upright, image, corrections)
     return Decoded(pixels, "image", value_range, tuple(corrections))
@@ -64,6 +64,8 @@ def _frames(image: Image.Image) -> int:
 
 
 def _orientation(image: Image.Image) -> int:
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # Pillow would decode the whole picture to look behind it
     orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
     return orientation if orientation in range(1, 9) else 1
 
@@ -71,7 +73,8 @@ def _orientation(image: Image.Image) -> int:
 def _size(image: Image.Image) -> tuple[int, int]:
     """Height and width as displayed."""
     width, height = image.size
-    return (width, height) if _orientation(image) in _SIDEWAYS else (height, width)
+    turned = image.format != "TIFF" and _orientation(image) in _SIDEWAYS  # of a TIFF, Pillow gives it turned
+    return (width, height) if turned else (height, width)
 
 
 def _is_deep_colour(image: Image.Image) -> bool:

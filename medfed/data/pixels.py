@@ -134,7 +134,7 @@ def resize(
 
 
 def mask_white_border(
-    pixels: torch.Tensor, value_range: Sequence[float], min_fraction: float = 0.002, grow: int = 2
+    pixels: torch.Tensor, value_range: Sequence[float], min_fraction: float = 0.0005, grow: int = 2
 ) -> tuple[torch.Tensor, bool]:
     """Blackens saturated regions that touch the border (the corners that rotation left white in Kermany's OCT).
 

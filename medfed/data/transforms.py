@@ -235,7 +235,7 @@ class WhiteBorderd(_Imaged):
     def __init__(
         self,
         keys: KeysCollection,
-        min_fraction: float = 0.002,
+        min_fraction: float = 0.0005,
         grow: int = 2,
         allow_missing_keys: bool = False,
     ):
