@@ -195,7 +195,7 @@ def inspect_cohort(
     findings = _extended(cohort, {p: r for p, r in broken.items() if r}, looks)
     seen = [look for look in looks if not look.reason]
     blank = [cohort.table["sample"].iloc[look.row] for look in seen if look.blank]
-    windows = any(look.hounsfield for look in seen)
+    windows = {look.row for look in seen if look.hounsfield}
     cohort = replace(cohort, findings=findings)
     good = np.array([look.row for look in seen], dtype=int)
     sheet, faults = picture_sheet(cohort, good, pipeline or plain_pipeline, corrupted, windows=windows)
@@ -343,7 +343,9 @@ def _problems(found: Inspection, faults: list[str]) -> list[Problem]:
             severity.append(f"{n} pairs of {what} images lie across splits (duplicates.csv)")
         if n := int((of_kind & other_label).sum()):
             warnings.append(f"{n} pairs of {what} images have different labels (duplicates.csv)")
-        if n := int((of_kind & ~across & ~other_label).sum()):
+        if n := int((of_kind & (pairs["patient_a"] != pairs["patient_b"])).sum()):
+            warnings.append(f"{n} pairs of {what} images are filed under different patients (duplicates.csv)")
+        if n := int((of_kind & ~across & ~other_label & (pairs["patient_a"] == pairs["patient_b"])).sum()):
             warnings.append(f"{n} further pairs of {what} images (duplicates.csv)")
     present = counts[counts > 0]
     if len(present) > 1 and present.max() > IMBALANCE * present.min():

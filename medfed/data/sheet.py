@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ def picture_sheet(
     pipeline: Pipeline,
     corrupted: Pipeline | None = None,
     *,
-    windows: bool = False,
+    windows: Collection[int] = (),
     columns: int = 6,
     height: int = 128,
 ) -> tuple[Image.Image, list[str]]:
@@ -41,7 +41,7 @@ def picture_sheet(
         rows: those that may be drawn (that are known to be usable).
         pipeline: file and frame to float32 ``[C, h, w]`` in 0..1.
         corrupted: the same with corruption, drawn under the clean samples.
-        windows: channels are windows of a CT and are drawn side by side, not as red, green and blue.
+        windows: rows of CT slices, whose channels are windows: drawn side by side, not as red, green and blue.
         columns: samples a class, of different patients as far as there are any.
         height: height of a tile in pixels.
 
@@ -58,7 +58,7 @@ def picture_sheet(
             tiles = []
             for row in chosen:
                 path, frame = Path(cohort.table["path"].iloc[row]), int(cohort.table["frame"].iloc[row])
-                tile, fault = _tile(run, path, frame, windows, height)
+                tile, fault = _tile(run, path, frame, int(row) in windows, height)
                 tiles.append(tile)
                 if fault:
                     faults[fault] = faults.get(fault, 0) + 1

@@ -111,7 +111,8 @@ def _classes(
         classes = natural_order(present)
         findings.notes.append(f"classes taken from the folders: {', '.join(classes)} (fix them with options.classes)")
         depth = 1 if with_splits else 0
-        at_depth = {f.split("/")[depth].strip() for f in files.folders if f != "." and f.count("/") == depth}
+        parts = [f.split("/") for f in files.folders if f != "." and f.count("/") == depth]
+        at_depth = {p[-1].strip() for p in parts if not with_splits or p[0].lower() in SPLITS}
         if empty := sorted(at_depth - present):
             findings.notes.append(f"folders without images are no classes: {', '.join(empty)}")
         return classes

@@ -102,7 +102,9 @@ def read(root: Path, options: Options) -> Cohort:
 
 
 def _tables(files: Scan) -> list[Path]:
-    return [p for p in files.others if p.suffix.lower() in (".csv", "", ".txt", ".tab")]
+    """Candidates for tables, those of a test set last."""
+    tables = [p for p in files.others if p.suffix.lower() in (".csv", "", ".txt", ".tab")]
+    return sorted(tables, key=lambda p: _split_of(p) == "test")
 
 
 def _split_of(path: Path) -> str:

@@ -135,7 +135,7 @@ def _find_table(root: Path, named: Path | None) -> Path:
         return root
     files = scan(root)
     top = [p for p in files.others if p.parent == files.root]
-    tables = [p for p in top if p.suffix.lower() == ".json" or set(NAMES["path"]) & set(header_of(p))]
+    tables = [p for p in top if p.suffix.lower() == ".json" or set(NAMES["path"]) & {c.lower() for c in header_of(p)}]
     if len(tables) == 1:
         return tables[0]
     if tables:
