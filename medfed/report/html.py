@@ -6,6 +6,7 @@ from a run directory is untrusted text and is escaped by the template engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ def _write(page: str, out: Path) -> Path:
         draft.write_text(page, encoding="utf-8")
         os.replace(draft, out)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         raise FederationError(f"the page cannot be written: {error.strerror}.", where=str(out)) from None
     return out

@@ -123,7 +123,7 @@ def _left_out(run: Run) -> list[Notice]:
         for why, rounds in reasons.items():
             by_reason[why][client] = rounds
     found = []
-    for why, clients in by_reason.items():
+    for why, clients in sorted(by_reason.items(), key=lambda item: -sum(map(len, item[1].values()))):
         who = next(iter(clients)) + " was" if len(clients) == 1 else f"{len(clients)} clients were"
         times = sum(map(len, clients.values()))
         where = in_rounds(r for rounds in clients.values() for r in rounds)

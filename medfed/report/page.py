@@ -221,7 +221,7 @@ def per_seed(result: Comparison, name: str) -> list[tuple[str, str, list[str]]]:
 def duration(run: Run) -> str:
     """How long the run took, or what its recorded rounds took where it has not finished."""
     begin, end = _moment(run.meta.get("started")), _moment(run.meta.get("finished"))
-    if begin and end:
+    if begin and end and (begin.tzinfo is None) == (end.tzinfo is None):
         return _span((end - begin).total_seconds())
     seconds = [v for _, v in run.values("seconds/total") if math.isfinite(v)]
     return f"{_span(math.fsum(seconds))} in recorded rounds" if seconds else "not recorded"

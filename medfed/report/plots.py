@@ -116,7 +116,7 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
 
 
 _TIP = "tip:"
-_ID = re.compile(r'<g id="([^"]*)"([^>]*)>')
+_ID = re.compile(r"""<g id=(["'])(.*?)\1([^>]*)>""")
 _TAG = re.compile(r"<[^>]*>")
 _LONG = re.compile(r"(-?\d+\.\d\d)\d+")
 _HEAD = re.compile(r"<svg [^>]*?viewBox=\"([^\"]*)\"[^>]*>")
@@ -158,7 +158,7 @@ def _shorten(tag: re.Match[str]) -> str:
 
 def _tip_or_nothing(match: re.Match[str]) -> str:
     """Keeps no id of a group (each figure has the same ones); a line's tip, escaped already, is its title."""
-    name, rest = match.groups()
+    _, name, rest = match.groups()
     return f"<g{rest}><title>{name[len(_TIP) :]}</title>" if name.startswith(_TIP) else f"<g{rest}>"
 
 

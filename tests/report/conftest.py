@@ -11,5 +11,5 @@ from fake_runs import write_run
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Path]:
-    """``make(name, records, **meta)`` writes a run directory and returns it."""
-    return lambda name, records, **meta: write_run(tmp_path / name, records, **meta)
+    """``make(folder, records, **meta)`` writes a run directory and returns it."""
+    return lambda folder, records, **meta: write_run(tmp_path / folder, records, **meta)

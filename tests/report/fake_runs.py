@@ -41,12 +41,12 @@ def record(number: int, clean: Any = 0.5, corrupted: Any = 0.3, **more: Any) -> 
     }
 
 
-def write_run(folder: Path, records: list[dict[str, Any]], **meta: Any) -> Path:
+def write_run(path: Path, records: list[dict[str, Any]], **meta: Any) -> Path:
     """Writes ``run.json`` and ``records.jsonl`` only."""
-    folder.mkdir(parents=True)
+    path.mkdir(parents=True)
     document = {
         "uid": "0123abcd",
-        "name": folder.name,
+        "name": path.name,
         "method": "fedavg",
         "method_settings": {},
         "seed": 0,
@@ -63,9 +63,9 @@ def write_run(folder: Path, records: list[dict[str, Any]], **meta: Any) -> Path:
         "hardware": {"device": "cpu", "cores": 2},
         **meta,
     }
-    (folder / "run.json").write_text(json.dumps(document))
-    (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return folder
+    (path / "run.json").write_text(json.dumps(document))
+    (path / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
 
 
 def fill(
