@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from medfed.errors import MedfedError
 from medfed.tracking.pusher import ENDINGS, Pusher
 from medfed.tracking.settings import TrackingSettings, open_hint, resolve_uri
+from medfed.tracking.store import quiet
 
 logger = logging.getLogger("medfed.tracking")
 
@@ -113,7 +114,7 @@ class MLflowTracker:
         pusher = self._pusher
         pusher.deadline = started + budget
         try:
-            with self._lock(timeout=0):
+            with self._lock(timeout=0), quiet():
                 pusher.load()
                 cost = action()
         except Timeout:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,13 +176,25 @@ def ensure_experiment(client: MlflowClient, name: str, location: str | None, att
     raise AssertionError("unreachable")
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps what libraries log about making tables and about retries (with addresses) off the screen."""
+    loggers = [logging.getLogger(n) for n in ("mlflow.store.db.utils", "alembic", "urllib3.connectionpool")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def _client(uri: str) -> MlflowClient:
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    for noisy in ("mlflow.store.db.utils", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     path = sqlite_path(uri)
     if path is None:
         return MlflowClient(tracking_uri=uri)

@@ -15,7 +15,8 @@ from medfed.tracking.cursor import Cursor
 from medfed.tracking.describe import read_yaml
 from medfed.tracking.mlflow_sink import run_lock
 from medfed.tracking.pusher import ENDINGS, RESULTS, Pusher
-from medfed.tracking.settings import URI_VARIABLE, TrackingSettings, resolve_uri, without_password
+from medfed.tracking.settings import URI_VARIABLE, TrackingSettings, resolve_uri, sqlite_path, without_password
+from medfed.tracking.store import quiet
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def sync(run_dir: Path, settings: TrackingSettings | None = None) -> SyncReport:
     chosen = settings or _settings_of(run_dir)
     pusher = Pusher(run_dir, _uri(run_dir, chosen), chosen.experiment)
     try:
-        with run_lock(run_dir, timeout=10):
+        with run_lock(run_dir, timeout=10), quiet():
             pusher.load()
             pusher.push()
             _settle(pusher)
@@ -102,6 +103,9 @@ def _settings_of(run_dir: Path) -> TrackingSettings:
 def _uri(run_dir: Path, settings: TrackingSettings) -> str:
     """The stated store; where none is stated, the one that the run went to before, else the default."""
     before = Cursor.load(run_dir / "tracking.json").uri
+    local = sqlite_path(before)
+    if local is not None and not local.exists():  # the runs were moved, or the file was deleted
+        before = ""
     if before and not settings.uri and not os.environ.get(URI_VARIABLE):
         return before
     return resolve_uri(settings, run_dir.parent)
