@@ -145,9 +145,12 @@ class TrainingBundle:
         return self._parsed("step")
 
     def build_network(self, seed: int = 0) -> nn.Module:
-        """A new network, initialised from ``seed``."""
+        """A new network, initialised from ``seed``, whatever ``network_def`` says of a seed."""
+        from medfed.training.rng import seeded
+
         make = self._parsed("network_def", {**self.config["network_def"], "_mode_": "callable"})
-        return make(seed=seed)
+        with seeded(seed):
+            return make(seed=seed) if "seed" in inspect.signature(make).parameters else make()
 
     def make_optimizer(self, params: Iterable[Any], learning_rate: float | None = None) -> torch.optim.Optimizer:
         """A new optimiser, without memory of earlier steps.

@@ -86,13 +86,14 @@ class PlainStep:
         _backward(engine, loss)
         self._adjust(engine, compute, output)
         engine.fire_event(events.BACKWARD_COMPLETED)
-        output["skipped"] = not self._apply(engine, output["loss"])
-        if output["skipped"]:
+        output["skipped"] = skipped = not self._apply(engine, output["loss"])
+        if skipped:
             self._before.restore()
             logger.warning("step %d skipped: its loss or gradient is not finite", engine.state.iteration)
         self._clear()
         engine.fire_event(events.MODEL_COMPLETED)
-        return output
+        # Handlers of that event may have replaced it, as decollation does.
+        return engine.state.output
 
     def _attach(self, engine: Any) -> None:
         if getattr(engine, "accumulation_steps", 1) > 1:
