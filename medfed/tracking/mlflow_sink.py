@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ from medfed.tracking.store import quiet
 logger = logging.getLogger("medfed.tracking")
 
 BUDGET = 15.0
-"""Seconds a push may take beside training."""
+"""Seconds a push may take beside training, once connected."""
 CLOSING_BUDGET = 300.0
 """Seconds the last push, with its artifacts, may take."""
 SHARE = 0.05
@@ -64,7 +65,7 @@ class MLflowTracker:
         """Call after each recorded round.  Returns at once while MLflow rests after a failure or a costly push."""
         if not self.settings.enabled or self.clock() < self._not_before:
             return
-        self._guarded(self._push, BUDGET)
+        self._guarded(self._push)
 
     def finish(self, status: str, artifacts: Iterable[str | Path] = ()) -> None:
         """Call when a run ends, however it ends: pushes the rest, uploads artifacts, closes the MLflow runs.
@@ -83,18 +84,21 @@ class MLflowTracker:
             return
         wanted = {"status": ENDINGS[status.lower()], "time": int(time.time() * 1000), "artifacts": names}
         self._note(wanted=wanted)
-        self._guarded(self._close, CLOSING_BUDGET)
+        self._guarded(self._close)
 
     def _push(self) -> float:
         pusher = self._pusher
         if len(pusher.waiting()) < self.settings.every:
             return 0.0
-        pusher.connect()  # once; its cost does not count towards the share of pushing
+        pusher.connect()  # once; the cost of importing MLflow and of making a store counts for neither limit
         started = self.clock()
+        pusher.deadline = started + BUDGET
         pusher.push()
         return self.clock() - started
 
     def _close(self) -> float:
+        self._pusher.connect()
+        self._pusher.deadline = self.clock() + CLOSING_BUDGET
         self._pusher.push()
         self._pusher.close()
         return 0.0
@@ -109,10 +113,10 @@ class MLflowTracker:
         except (Timeout, OSError) as error:
             logger.warning("tracking.json cannot be written (%s); the run goes on", type(error).__name__)
 
-    def _guarded(self, action: Callable[[], float], budget: float) -> None:
+    def _guarded(self, action: Callable[[], float]) -> None:
         started = self.clock()
         pusher = self._pusher
-        pusher.deadline = started + budget
+        pusher.deadline = math.inf
         try:
             with self._lock(timeout=0), quiet():
                 pusher.load()

@@ -27,6 +27,7 @@ CHUNK = 50
 RESULTS = ("experiment.yaml", "model.safetensors", "report.html", "predictions")
 ENDINGS = {
     "finished": "FINISHED",
+    "completed": "FINISHED",
     "failed": "FAILED",
     "killed": "KILLED",
     "interrupted": "KILLED",
@@ -117,14 +118,19 @@ class Pusher:
             for key, run in self.runs.items():
                 if key != FEDERATION:
                     store.client.set_tag(run.id, PARENT, parent.id)
-        if cursor.wanted is None:
-            for run in self.runs.values():
-                if run.status != "RUNNING":
-                    self.in_time()
-                    store.client.update_run(run.id, status="RUNNING")
-                    run.status = "RUNNING"
-            cursor.closed = None
         cursor.save()
+
+    def reopen(self) -> None:
+        """Marks the runs of a resumed federation as running."""
+        assert self.store is not None
+        if self.cursor.wanted is not None:
+            return
+        self.cursor.closed = None
+        for run in self.runs.values():
+            if run.status != "RUNNING":
+                self.in_time()
+                self.store.client.update_run(run.id, status="RUNNING")
+                run.status = "RUNNING"
 
     def run(self, key: str) -> RunHandle:
         """The run of a client, or the federation's own; made where it is not there."""
@@ -163,6 +169,7 @@ class Pusher:
     def push(self) -> None:
         """Copies the recorded rounds that are not there yet."""
         self.connect()
+        self.reopen()
         self.describe()
         waiting = self.waiting()
         for start in range(0, len(waiting), CHUNK):

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from medfed.errors import ConfigError
 
@@ -32,6 +32,11 @@ class TrackingSettings(BaseModel):
     experiment: str = Field(default="medfed", min_length=1, max_length=500)
     every: int = Field(default=1, ge=1)
 
+    @field_validator("uri")
+    @classmethod
+    def _no_folder(cls, value: str | None) -> str | None:
+        return value if value is None else check_uri(value, "tracking.uri")
+
 
 def resolve_uri(settings: TrackingSettings, runs_root: Path) -> str:
     """The MLflow store to use.
@@ -44,12 +49,23 @@ def resolve_uri(settings: TrackingSettings, runs_root: Path) -> str:
         The URI; a relative sqlite path is made absolute.
 
     Raises:
-        ConfigError: a file store (``file://`` or a plain path), which MLflow 3 no longer maintains.
+        ConfigError: the environment names a file store (``file://`` or a plain path), which MLflow 3 no longer
+            maintains.
     """
-    uri = settings.uri or os.environ.get(URI_VARIABLE)
-    where = "tracking.uri" if settings.uri else URI_VARIABLE
+    given = os.environ.get(URI_VARIABLE)
+    uri = settings.uri or (given and check_uri(given, URI_VARIABLE))
     if not uri:
         return sqlite_uri(runs_root / "mlflow.db")
+    path = sqlite_path(uri)
+    return sqlite_uri(path) if path is not None else uri
+
+
+def check_uri(uri: str, where: str) -> str:
+    """The URI, unless it means a folder of files.
+
+    Raises:
+        ConfigError: it does.
+    """
     scheme = uri.split(":", 1)[0].lower() if re.match(r"[A-Za-z][A-Za-z0-9+.\-]+:", uri) else "file"
     if scheme == "file":
         raise ConfigError(
@@ -57,8 +73,7 @@ def resolve_uri(settings: TrackingSettings, runs_root: Path) -> str:
             where=where,
             fix="Use sqlite:///path/to/mlflow.db or the address of an MLflow server.",
         )
-    path = sqlite_path(uri)
-    return sqlite_uri(path) if path is not None else uri
+    return uri
 
 
 def sqlite_uri(path: Path) -> str:
