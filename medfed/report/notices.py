@@ -79,6 +79,8 @@ def notices(run: Run, last: int = LAST) -> list[Notice]:
     if (few := collapse(run, last)) is not None:
         why = "accuracy near chance and a small gap then say nothing about fairness"
         found.append(Notice("serious", f"The model has collapsed ({few}).", why))
+    if alone := [r["round"] for r in run.records if r.get("asked") and not r.get("admitted")]:
+        found.append(Notice("serious", "No client was admitted, so the model did not change.", in_rounds(alone)))
     if done and (gaps := set(range(1, run.rounds[-1] + 1)) - set(run.rounds)):
         found.append(Notice("serious", "Some rounds have no record.", in_rounds(gaps)))
     warned: dict[str, list[int]] = defaultdict(list)

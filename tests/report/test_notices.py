@@ -96,3 +96,9 @@ def test_missing_rounds_and_unreadable_lines(make):
 def test_what_was_known_before_the_run(make):
     run = load_run(make("run", [record(1)], warnings=["client_03 holds one class only (NV)"]))
     assert texts(run) == ["client_03 holds one class only (NV) (known before the first round)"]
+
+
+def test_rounds_without_any_client_are_serious(make):
+    out = [{"client": c, "reason": "bad"} for c in ("client_00", "client_01")]
+    run = load_run(make("run", [record(1), record(2, admitted=[], refused=out)]))
+    assert texts(run, "serious") == ["No client was admitted, so the model did not change. (round 2)"]
