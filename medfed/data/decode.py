@@ -229,7 +229,9 @@ def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, str]]:
         raise Undecodable("no permission to read the file", where=str(path)) from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise Undecodable("damaged gzip file", where=str(path)) from error
-    except Exception as error:  # decoders raise anything at all on damaged bytes
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # decoders raise anything on damaged bytes, some in Rust not even an Exception
         raise Undecodable(f"damaged file ({type(error).__name__})", where=str(path)) from error
 
 

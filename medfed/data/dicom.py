@@ -28,6 +28,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"pydicom|medfed\
 _UNDEFINED_LENGTH = 0xFFFFFFFF
 _PIXEL_KEYWORDS = {0x0010: "PixelData", 0x0008: "FloatPixelData", 0x0009: "DoubleFloatPixelData"}
 _ITEM, _DELIMITER = b"\xfe\xff\x00\xe0", b"\xfe\xff\xdd\xe0"
+_JPEG_START, _FRAME_MARKERS = b"\xff\xd8\xff", {*range(0xC0, 0xD0), 0xF7} - {0xC4, 0xC8, 0xCC}
 _JPEG_END = b"\xff\xd9"
 _J2K_START = b"\xff\x4f\xff\x51"  # SOC and SIZ markers, ISO/IEC 15444-1 Annex A
 
@@ -144,7 +145,10 @@ def _stored_pixels(file: BinaryIO, frame: Frame) -> tuple[np.ndarray, str]:
     try:
         decoder = get_decoder(syntax)
     except NotImplementedError as error:
-        raise Undecodable(f"unsupported transfer syntax {syntax.name}") from error
+        name = syntax.name if syntax.name != str(syntax) else "that is not of the standard"
+        raise Undecodable(f"unsupported transfer syntax {name}") from error
+    if dataset.get("HighBit") not in (None, "") and int(dataset.HighBit) != int(dataset.get("BitsStored") or 0) - 1:
+        corrections.append("high_bit_ignored")  # retired from the standard, and often wrong where it occurs
     options: dict[str, Any] = as_pixel_options(dataset, view_only=True)
     source: Any = file
     if syntax == uid.DeflatedExplicitVRLittleEndian:  # pydicom inflates it to memory
@@ -158,7 +162,7 @@ def _stored_pixels(file: BinaryIO, frame: Frame) -> tuple[np.ndarray, str]:
         options.update(pixel_keyword=keyword, pixel_vr=representation)
         if syntax.is_encapsulated:
             _check_fragments(file, syntax, corrections)
-            _check_codestream(file, options.get("bits_stored"), syntax, corrections)
+            _check_codestream(file, dataset, corrections)
         elif length == _UNDEFINED_LENGTH:
             raise Undecodable("compressed pixel data without a transfer syntax that says so")
         else:
@@ -234,13 +238,34 @@ def _check_fragments(file: BinaryIO, syntax: uid.UID, corrections: list[str]) ->
     file.seek(start)
 
 
-def _check_codestream(file: BinaryIO, bits_stored: Any, syntax: uid.UID, corrections: list[str]) -> None:
-    """Notes a JPEG 2000 stream whose precision is not the header's."""
-    if syntax not in uid.JPEG2000TransferSyntaxes:
-        return
+def _check_codestream(file: BinaryIO, dataset: Dataset, corrections: list[str]) -> None:
+    """Compares the first JPEG or JPEG 2000 stream with the header, before a decoder makes room for it."""
     start = file.tell()
-    head = file.read(4096)
+    found = stream_size(file.read(65536))
     file.seek(start)
-    found = head.find(_J2K_START)
-    if 0 <= found < len(head) - 42 and (head[found + 42] & 0x7F) + 1 != bits_stored:
+    if found is None:
+        return
+    rows, columns, bits = found
+    if (rows, columns) != (int(dataset.Rows), int(dataset.Columns)) and rows:  # 0 rows: a later marker says it
+        raise Undecodable(f"compressed pixels of another size than the header says ({rows} x {columns})")
+    if bits != dataset.get("BitsStored"):
         corrections.append("codestream_bits_differ")
+
+
+def stream_size(stream: bytes) -> tuple[int, int, int] | None:
+    """Rows, columns and bits by the header of the first JPEG, JPEG-LS or JPEG 2000 stream in some bytes.
+
+    ISO/IEC 15444-1 A.5.1 (SIZ marker) and 10918-1 B.2.2 (frame header).
+    """
+    at = stream.find(_J2K_START)
+    if 0 <= at < len(stream) - 42:
+        right, bottom, left, top = struct.unpack_from(">4L", stream, at + 8)
+        return bottom - top, right - left, (stream[at + 42] & 0x7F) + 1
+    at = stream.find(_JPEG_START) + 2
+    while 2 <= at < len(stream) - 8 and stream[at] == 0xFF:
+        marker, (length,) = stream[at + 1], struct.unpack_from(">H", stream, at + 2)
+        if marker in _FRAME_MARKERS:
+            bits, rows, columns = struct.unpack_from(">BHH", stream, at + 4)
+            return rows, columns, bits
+        at += 2 + length
+    return None

@@ -122,6 +122,29 @@ def test_compressed_dicom_is_not_half_decoded(tmp_path, shared):
         assert attempt(tmp_path / "a") is None, name
 
 
+def test_what_a_decoder_raises_beyond_exceptions(tmp_path, monkeypatch):
+    """A panic of a decoder written in Rust derives from BaseException; Ctrl-C stays Ctrl-C."""
+    from medfed.data import dicom
+
+    class PanicException(BaseException):
+        pass
+
+    def raising(error):
+        def read(*_):
+            raise error
+
+        return read
+
+    (tmp_path / "a").write_bytes(encoded("DICOM"))
+    monkeypatch.setattr(dicom, "decode", raising(PanicException()))
+    with pytest.raises(Undecodable) as refused:
+        decode(tmp_path / "a")
+    assert refused.value.reason == "damaged file (PanicException)"
+    monkeypatch.setattr(dicom, "decode", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        decode(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

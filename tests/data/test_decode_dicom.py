@@ -21,6 +21,7 @@ from pydicom.uid import (
 )
 
 from medfed.data.decode import DecodeOptions, Undecodable, decode, probe
+from medfed.data.dicom import stream_size
 from medfed.data.dicom_values import window, wraps_12_bit
 
 ODD = Path(__file__).resolve().parents[3] / "shared" / "data" / "dicom_odd"
@@ -33,7 +34,7 @@ REFUSED = {
     "meta_missing_tsyntax.dcm": "no pixel data",
     "MR_truncated.dcm": "pixel data shorter than the header says (8130 of 8192 bytes)",
     "derived_head_ct_truncated.dcm": "pixel data shorter than the header says (71222 of 131072 bytes)",
-    "JPEG2000-embedded-sequence-delimiter.dcm": "damaged pixel data (JPEG 2000 Image Compression)",
+    "JPEG2000-embedded-sequence-delimiter.dcm": "compressed pixels of another size than the header says (1024 x 3722445056)",
     "GH177_D_CLUNIE_CT1_IVRLE_BigEndian_undefined_length.dcm": "damaged DICOM header",
 }
 NOTED = {
@@ -94,6 +95,28 @@ def test_shared_functional_groups_hold_the_rescale(shared):
     stored = pydicom.dcmread(path).pixel_array
     for frame in (0, 1):
         np.testing.assert_array_equal(decode(path, frame).pixels[0], stored[frame] - 1024.0)
+
+
+def test_stream_headers_say_what_the_files_say(shared):
+    for name, truth in {
+        "CTImage_JPEGProcess14": (512, 512, 16),
+        "CTImage_JPEGLSLossless": (512, 512, 16),
+        "CTImage_JPEGProcess2_4": (512, 512, 12),
+        "CTImage_JPEG2000LosslessOnly": (512, 512, 16),
+        "derived_dermoscopic_photo_jpeg": (160, 160, 8),
+    }.items():
+        whole = (ODD / f"{name}.dcm").read_bytes()
+        assert stream_size(whole[whole.index(b"\xe0\x7f\x10\x00") :]) == truth, name
+    assert stream_size(b"no stream") is None
+
+
+def test_a_compressed_bomb_is_refused_by_its_header(tmp_path, shared):
+    """A stream that claims 60000 x 60000 pixels behind a header of 512 x 512."""
+    whole = (ODD / "CT1_J2KI.dcm").read_bytes()
+    at = whole.index(b"\xff\x4f\xff\x51") + 8
+    (tmp_path / "a").write_bytes(whole[:at] + (60000).to_bytes(4, "big") * 2 + whole[at + 8 :])
+    with pytest.raises(Undecodable, match="another size"):
+        decode(tmp_path / "a")
 
 
 def test_rsna_wrap_is_undone_when_asked_for(shared):

@@ -236,6 +236,20 @@ def test_a_pipeline_from_a_bundle_configuration_collates(tmp_path):
     assert sorted(lean) == ["image", "label", "sample"]
 
 
+def test_meta_tensors_go_through_as_well(tmp_path):
+    path = png(tmp_path / "a.png", np.arange(64, dtype=np.uint8).reshape(8, 8) * 4)
+    steps = [ToUnitRanged, lambda k: Corruptd(k, "contrast", 1), WhiteBorderd, lambda k: ResizeImaged(k, [4, 4])]
+    results = []
+    for meta in (False, True):
+        d = DecodeImaged("image", meta=meta)({"image": path, "sample": "a"})
+        for step in steps:
+            d = step("image")(d)
+        results.append(torch.as_tensor(np.asarray(d["image"])))
+    assert torch.equal(*results)
+    units = MetaTensor(torch.full((1, 2, 2), 40.0))
+    assert CTWindowd("image", ["brain"])(image(units, "hounsfield"))["image"].max() == 0.5
+
+
 def test_real_head_ct_through_the_pipeline(shared):
     path = shared / "data" / "ct" / "ge_head_trauma" / "18.dcm"
     pipeline = Compose(
