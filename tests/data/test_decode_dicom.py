@@ -34,7 +34,9 @@ REFUSED = {
     "meta_missing_tsyntax.dcm": "no pixel data",
     "MR_truncated.dcm": "pixel data shorter than the header says (8130 of 8192 bytes)",
     "derived_head_ct_truncated.dcm": "pixel data shorter than the header says (71222 of 131072 bytes)",
-    "JPEG2000-embedded-sequence-delimiter.dcm": "compressed pixels of another size than the header says (1024 x 3722445056)",
+    "JPEG2000-embedded-sequence-delimiter.dcm": (
+        "compressed pixels of another size than the header says (1024 x 3722445056)"
+    ),
     "GH177_D_CLUNIE_CT1_IVRLE_BigEndian_undefined_length.dcm": "damaged DICOM header",
 }
 NOTED = {
