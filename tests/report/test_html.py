@@ -10,7 +10,15 @@ import pytest
 from fake_runs import fill, record
 
 from medfed.errors import FederationError, MedfedError
-from medfed.report.contents import Predictions, client_table, corrupted_clients, last_predictions, left_out
+from medfed.report.contents import (
+    Predictions,
+    client_table,
+    condition_facts,
+    configuration,
+    corrupted_clients,
+    last_predictions,
+    left_out,
+)
 from medfed.report.html import experiment_page, write_report
 from medfed.report.page import confusion, duration, when
 from medfed.report.runs import load_run
@@ -139,27 +147,50 @@ def test_untrusted_names_are_escaped(tmp_path):
     assert "<b>A" not in page
 
 
-MISSING = [
-    "condition",
-    "condition/truth.parquet",
-    "condition/clients.parquet",
-    "condition/condition.json",
-    "findings",
-    "predictions",
-    "experiment.yaml",
-    "records.jsonl",
-]
-
-
 def test_missing_pieces_are_said_not_fatal(tmp_path):
     folder = fill(tmp_path / "run", rounds=2, clients=2, corrupted=1)
-    for name in MISSING:
-        copy = tmp_path / name.replace("/", "-")
-        shutil.copytree(folder, copy)
-        gone = copy / name
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-        page = Page(write_report(copy).read_text(encoding="utf-8"))
-        assert "not recorded" in page.text, name
+    for name in ("condition", "findings", "predictions"):
+        shutil.rmtree(folder / name)
+    (folder / "experiment.yaml").unlink()
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    for what in (
+        "What the condition was made from: not recorded",
+        "Samples by client and class: not recorded",
+        "Which clients are corrupted is not recorded",
+        "Files left out: not recorded",
+        "Corrections: not recorded",
+        "Predictions of single samples: not recorded",
+        "experiment.yaml: not recorded",
+    ):
+        assert what in text
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("condition/truth.parquet", {"corrupted"}),
+        ("condition/clients.parquet", {"corrupted", "table"}),
+        ("condition/condition.json", {"facts"}),
+        ("findings/unusable.csv", {"reasons"}),
+        ("findings/corrections.json", {"corrections"}),
+        ("predictions/round-0001.parquet", {"predictions"}),
+        ("experiment.yaml", {"config"}),
+    ],
+)
+def test_each_missing_file_costs_only_what_it_holds(tmp_path, name, lost):
+    folder = fill(tmp_path / "run", rounds=1, clients=2, corrupted=1)
+    (folder / name).unlink()
+    run = load_run(folder)
+    found = {
+        "corrupted": corrupted_clients(run),
+        "table": client_table(run),
+        "facts": condition_facts(run),
+        "reasons": left_out(run).reasons,
+        "corrections": left_out(run).corrections,
+        "predictions": last_predictions(run),
+        "config": configuration(run),
+    }
+    assert {k for k, v in found.items() if v is None} == lost
 
 
 def test_a_bare_run_and_a_run_without_rounds(make):
