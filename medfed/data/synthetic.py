@@ -46,10 +46,10 @@ class Eye:
     def draw(rng: np.random.Generator) -> Eye:
         """Draws an eye."""
         return Eye(
-            top=rng.uniform(32, 50),
+            top=rng.uniform(38, 48),
             thickness=rng.uniform(36, 46),
-            bend=rng.normal(14, 10),
-            tilt=rng.normal(0, 9),
+            bend=rng.normal(12, 6),
+            tilt=rng.normal(0, 5),
             pit=rng.uniform(4, 14),
             gain=rng.uniform(0.6, 1.0),
             speckle=rng.uniform(0.45, 0.8),
@@ -74,13 +74,13 @@ def oct_scan(label: str, eye: Eye, rng: np.random.Generator) -> np.ndarray:
     base = eye.top + eye.thickness + eye.tilt * (x - 0.5) + eye.bend * (x - 0.5) ** 2 + rng.normal(0, 3)
     base = base + gaussian_filter1d(rng.standard_normal(width), 12) * 3
     inner = base - eye.thickness + eye.pit * np.exp(-(((x - fovea) / 0.09) ** 2))
-    epithelium, severity = base.copy(), rng.beta(1.6, 1.8)
+    epithelium, severity = base.copy(), rng.beta(2.2, 1.5)
     rows = np.arange(height)[:, None]
     dark = np.zeros(OCT_SHAPE)
     # Slight unevenness of the epithelium is normal, and its range overlaps with small drusen.
     bumps, size = int(rng.integers(0, 3)), rng.uniform(0.5, 2.2)
     if label == "DRUSEN":
-        bumps, size = int(rng.integers(2, 8)), 1.6 + 4.5 * severity
+        bumps, size = int(rng.integers(3, 9)), 2 + 5 * severity
     for _ in range(bumps):
         place, spread = rng.uniform(0.08, 0.92), rng.uniform(0.015, 0.04)
         epithelium -= size * rng.uniform(0.6, 1.2) * np.exp(-(((x - place) / spread) ** 2))
@@ -88,14 +88,14 @@ def oct_scan(label: str, eye: Eye, rng: np.random.Generator) -> np.ndarray:
         place, spread = fovea + rng.normal(0, 0.12), rng.uniform(0.08, 0.2)
         mound = np.exp(-(((x - place) / spread) ** 4))
         rough = 1 + 0.35 * gaussian_filter1d(rng.standard_normal(width), 3) * 3
-        epithelium -= (3 + 15 * severity) * mound * rough
+        epithelium -= (4 + 17 * severity) * mound * rough
         inner -= (1 + 6 * severity) * mound
         fluid = (1 + 9 * severity) * np.exp(-(((x - place - rng.normal(0, 0.1)) / (0.7 * spread)) ** 2))
         dark += 0.9 * ((rows < epithelium - 1) & (rows > epithelium - 1 - fluid))
     if label == "DME":
-        inner -= (1 + 11 * severity) * np.exp(-(((x - fovea) / 0.28) ** 2))
+        inner -= (2 + 15 * severity) * np.exp(-(((x - fovea) / 0.3) ** 2))
         columns = np.arange(width)
-        for _ in range(int(rng.integers(1, 3 + int(7 * severity)))):
+        for _ in range(int(rng.integers(2, 4 + int(8 * severity)))):
             cx = (fovea + rng.normal(0, 0.13)) * width
             at = int(np.clip(cx, 0, width - 1))
             depth = rng.uniform(0.3, 0.8)
@@ -128,11 +128,11 @@ def head_ct(subtypes: Collection[str], slices: int, rng: np.random.Generator) ->
         Hounsfield units ``[slices, 128, 128]`` and which subtype is on which slice ``[slices, 5]`` (bool).
     """
     n, middle = CT_SIZE, (CT_SIZE - 1) / 2
-    z = np.linspace(-0.75, 0.8, slices)[:, None, None]
+    z = np.linspace(-0.6, 0.65, slices)[:, None, None]
     level = np.sqrt(1 - z**2 * 0.75)
     half = np.array([0.40, 0.33]) * rng.normal(1, 0.03, 2) * n
-    angle = rng.normal(0, 0.12)
-    row, column = np.mgrid[:n, :n] - middle - rng.normal(0, 2, 2)[:, None, None]
+    angle = rng.normal(0, 0.08)
+    row, column = np.mgrid[:n, :n] - middle - rng.normal(0, 1.5, 2)[:, None, None]
     y = np.cos(angle) * row - np.sin(angle) * column
     x = np.sin(angle) * row + np.cos(angle) * column
     radius = np.sqrt((y / half[0]) ** 2 + (x / half[1]) ** 2)[None] / level
@@ -162,12 +162,12 @@ def head_ct(subtypes: Collection[str], slices: int, rng: np.random.Generator) ->
         mask &= (mask.sum(axis=(1, 2)) >= 18)[:, None, None]
         density = BLOOD + rng.normal(0, 4)
         # Severity overlaps: thin or diluted blood is hardly denser than the brain around it.
-        strength = np.clip(rng.beta(2.2, 1.2) + 0.3, 0, 1)
+        strength = np.clip(rng.beta(2.2, 1.2) + 0.4, 0, 1)
         soft = gaussian_filter(mask.astype(float), (0, 0.6, 0.6)) * (radius < 0.9)
         units = units + soft * strength * (density - np.clip(units, 0, 70))
         present[:, k] = mask.any(axis=(1, 2))
     # Partial volume at edges, then the noise of a thin slice.
-    units = gaussian_filter(units, (0, 0.6, 0.6)) + gaussian_filter(rng.normal(0, 6, units.shape), (0, 0.5, 0.5))
+    units = gaussian_filter(units, (0, 0.6, 0.6)) + gaussian_filter(rng.normal(0, 4.5, units.shape), (0, 0.5, 0.5))
     units[radius > 1.1] = AIR + rng.normal(0, 4, units.shape)[radius > 1.1]
     return np.clip(units + rng.normal(0, 1.5), -1024, 3000), present
 
@@ -182,18 +182,18 @@ def _bleed(name: str, scene: dict[str, np.ndarray], z: np.ndarray, rng: np.rando
     if name == "epidural":  # a lens between bone and dura, short and thick
         place = side * rng.uniform(0.8, 2.2)
         turn = np.abs(np.angle(np.exp(1j * (theta - place))))
-        thick = rng.uniform(0.16, 0.34) * along * np.clip(1 - (turn / rng.uniform(0.4, 0.65)) ** 2, 0, None)
+        thick = rng.uniform(0.22, 0.42) * along * np.clip(1 - (turn / rng.uniform(0.4, 0.65)) ** 2, 0, None)
         return inside & (radius > 0.86 - thick) & (thick > 0.01)
     if name == "subdural":  # a crescent along the convexity, long and thin
         place = side * rng.uniform(1.1, 1.9)
         turn = np.abs(np.angle(np.exp(1j * (theta - place))))
-        thick = rng.uniform(0.08, 0.2) * along**0.5 * np.clip(1 - (turn / rng.uniform(1.0, 1.5)) ** 4, 0, None)
+        thick = rng.uniform(0.1, 0.22) * along**0.5 * np.clip(1 - (turn / rng.uniform(1.0, 1.5)) ** 4, 0, None)
         return inside & (radius > 0.86 - thick) & (thick > 0.01)
     if name == "intraparenchymal":  # an irregular blob within the brain
         v, u = rng.uniform(-0.4, 0.4), side * rng.uniform(0.2, 0.5)
         rough = 1 + 0.3 * _texture((slices, *radius.shape[1:]), (0.5, 3, 3), rng)
         distance = np.sqrt((scene["u"] - u) ** 2 + (scene["v"] - v) ** 2) * rough
-        return inside & (distance < rng.uniform(0.09, 0.24) * along)
+        return inside & (distance < rng.uniform(0.14, 0.3) * along)
     if name == "intraventricular":  # blood settles at the back of the horns
         depth = rng.uniform(-0.1, 0.15)
         one_sided = (scene["u"] * side > 0) | (rng.random() < 0.6)
@@ -201,7 +201,7 @@ def _bleed(name: str, scene: dict[str, np.ndarray], z: np.ndarray, rng: np.rando
     # Subarachnoid: streaks in the sulci of one region.
     place = side * rng.uniform(0.6, 2.4)
     turn = np.abs(np.angle(np.exp(1j * (theta - place))))
-    return scene["sulci"] & (turn < rng.uniform(0.6, 1.2)) & (along > 0)
+    return scene["sulci"] & (turn < rng.uniform(0.8, 1.5)) & (along > 0)
 
 
 # Class: colours of the lesion (inner, outer), irregularity of the border, its softness, mean radius.
@@ -235,12 +235,12 @@ class Lesion:
         inner, outer, irregular, softness, radius = _LESIONS[label]
         orders = np.arange(1, 8)
         size = rng.normal(0, irregular * rng.uniform(0.3, 1.1), 7) / orders
-        tint = rng.normal(0, 0.05) + rng.normal(0, 0.04, 3)
+        tint = rng.normal(0, 0.04) + rng.normal(0, 0.015, 3)
         return Lesion(
             label,
             np.array(inner) + tint,
             np.array(outer) + tint,
-            np.array((0.83, 0.65, 0.57)) + rng.normal(0, 0.05) + rng.normal(0, 0.025, 3),
+            np.array((0.83, 0.65, 0.57)) + rng.normal(0, 0.04) + rng.normal(0, 0.015, 3),
             np.stack([size, rng.uniform(0, 2 * np.pi, 7)]),
             softness * rng.uniform(0.7, 1.4),
             radius * rng.uniform(0.7, 1.2),
@@ -283,7 +283,7 @@ def dermoscopy(lesion: Lesion, centre: int, rng: np.random.Generator) -> np.ndar
 
 def _signs(label: str, distance: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """The dermoscopic sign of a class as relative change of colour ``[H, W, 3]``, in varying strength."""
-    strength = rng.beta(2, 1.6)
+    strength = 0.2 + rng.beta(2, 1.4)
     fine, coarse = _texture(DERM_SHAPE, 1.2, rng), _texture(DERM_SHAPE, 3.5, rng)
     change = np.zeros((*DERM_SHAPE, 3))
     if label == "NV":  # pigment network
@@ -312,7 +312,7 @@ def _hairs(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     height, width = image.shape[:2]
     cover = np.zeros((height, width))
     t = np.linspace(0, 1, 240)
-    for _ in range(int(rng.integers(0, 5))):
+    for _ in range(int(rng.integers(0, 4))):
         points = rng.uniform(-0.1, 1.1, (3, 2))
         curve = (1 - t)[:, None] ** 2 * points[0] + (2 * t * (1 - t))[:, None] * points[1] + t[:, None] ** 2 * points[2]
         rows, columns = (curve * (height, width)).astype(int).T

@@ -87,6 +87,7 @@ def test_wrong_folder(tmp_path):
         read(tmp_path, Options())
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_pages_of_a_tiff_are_samples_of_one_patient(tmp_path):
     image(tmp_path, "a/x.png")
     pages = [Image.fromarray(np.full((4, 4), k, np.uint8)) for k in range(4)]
