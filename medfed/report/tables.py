@@ -46,12 +46,13 @@ def captions(comparison: Comparison, name: str) -> dict[str, str]:
     """What the three tables of one metric show, by ``seeds``, ``pool`` and ``difference``."""
     label, last = metric(name).axis, comparison.last
     counts = {len(members) for members in comparison.runs.values()}
-    runs = f"{min(counts)}–{max(counts)}" if len(counts) > 1 else str(next(iter(counts)))
+    seeds = "1 seed" if counts == {1} else f"{'–'.join(map(str, sorted({min(counts), max(counts)})))} seeds"
+    spread = "" if counts == {1} else " ± sample standard deviation (n - 1)"
     return {
-        "seeds": f"{label}: mean ± sample standard deviation (n - 1) over {runs} seeds of each run's mean "
-        f"over its last {last} rounds; {metric(name).direction}.",
-        "pool": f"{label}: mean ± population standard deviation (n) over the last {last} rounds of all "
-        f"{runs} seeds pooled, the form of the published FedISM tables.",
+        "seeds": f"{label}: mean{spread} over {seeds} of each run's mean over its last {last} rounds; "
+        f"{metric(name).direction}.",
+        "pool": f"{label}: mean ± population standard deviation (n) over the last {last} rounds of {seeds}, "
+        "pooled, the form of the published FedISM tables.",
         "difference": f"{label}: paired difference to {comparison.baseline}, mean ± sample standard "
         "deviation over seeds, and in how many seeds the method is better.",
     }
@@ -76,12 +77,15 @@ def legend() -> str:
 
 def render(comparison: Comparison, console: Console) -> None:
     """Prints the tables to a Rich console; best in bold, second best underlined."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     for name in comparison.metrics:
         for caption, methods, write in sections(comparison, name):
-            table = Table(title=Text(caption), title_justify="left", title_style="italic")
+            table = Table(
+                title=Text(caption), title_justify="left", title_style="italic", box=SIMPLE_HEAD, pad_edge=False
+            )
             table.add_column("method", overflow="fold")
             for column in COLUMNS:
                 table.add_column(COLUMN_LABELS[column], justify="right")
