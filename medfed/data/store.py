@@ -251,7 +251,6 @@ class ImageStore:
                         since = time.monotonic()
                 self._commit(file, variant, images, failures)
         except (OSError, sqlite3.OperationalError) as error:
-            self._repair_tail()
             full = error.errno in FULL if isinstance(error, OSError) else "full" in str(error)
             if not full:
                 raise

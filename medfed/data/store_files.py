@@ -79,8 +79,8 @@ class Wanted:
         """One job for each key that is not known yet; equal files have one key."""
         jobs: dict[Key, Job] = {}
         for sample, path, key in self.keyed():
-            if key not in known and key not in jobs:
-                jobs[key] = Job(path, key[1], sample, key[0])
+            if key not in known:
+                jobs.setdefault(key, Job(path, key[1], sample, key[0]))
         return jobs
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medfed.data.partition import (
+    _repair,
     class_proportions,
     dirichlet_partition,
     given_partition,
@@ -114,17 +115,34 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution():
     assert shares.var() - binomial == pytest.approx(4 / 150, rel=0.1)
 
 
-def test_repair_prefers_classes_that_the_receiver_has():
+def test_givers_only_give_and_no_more_than_needed():
     labels = np.array([0] * 50 + [1] * 50)
     for seed in range(30):
         bare = dirichlet_partition(labels, 4, 0.1, rng(seed))
         mended = dirichlet_partition(labels, 4, 0.1, rng(seed), min_samples=8)
-        assert min(map(len, mended)) >= 8
         for before, after in zip(bare, mended):
-            if len(before) >= 8:
-                assert set(after) <= set(before)  # givers only give
-            elif len(set(labels[before])) == 1:
-                assert len(after) == 8  # no more is moved than needed
+            if len(before) > 8:
+                assert set(after) <= set(before)
+            else:
+                assert set(before) <= set(after)
+                assert len(after) == 8
+
+
+@pytest.mark.parametrize(
+    ("owner", "classes", "sizes", "minimum", "expected"),
+    [
+        # Client 1 holds class 0, so the first sample of class 0 comes from client 0, not the first of class 1.
+        ([0, 0, 0, 0, 1], [1, 1, 0, 0, 0], [1] * 5, 2, [0, 0, 1, 0, 1]),
+        # The larger client 2 gives, although client 0 has the class too.
+        ([0, 0, 0, 2, 2, 2, 2, 1], [0] * 8, [1] * 8, 2, [0, 0, 0, 1, 2, 2, 2, 1]),
+        # Patients of 4, 4, 1, 1 slices and two clients of at least 5: one large one over, one small one back.
+        ([0, 0, 1, 1], [0] * 4, [4, 4, 1, 1], 5, [1, 0, 0, 1]),
+    ],
+)
+def test_repair_by_hand(owner, classes, sizes, minimum, expected):
+    clients = max(owner) + 1
+    mended = _repair(np.array(owner), np.array(classes), np.array(sizes), clients, minimum)
+    assert mended.tolist() == expected
 
 
 def test_too_many_clients_for_the_patients_is_said():
