@@ -83,9 +83,8 @@ def render(comparison: Comparison, console: Console) -> None:
 
     for name in comparison.metrics:
         for caption, methods, write in sections(comparison, name):
-            table = Table(
-                title=Text(caption), title_justify="left", title_style="italic", box=SIMPLE_HEAD, pad_edge=False
-            )
+            table = Table(title=Text(caption), title_justify="left", title_style="italic", box=SIMPLE_HEAD)
+            table.padding = (0, 0)  # five columns of "55.11 ± 0.60" and the method fit into 80 characters
             table.add_column("method", overflow="fold")
             for column in COLUMNS:
                 table.add_column(COLUMN_LABELS[column], justify="right")
