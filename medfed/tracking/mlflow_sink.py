@@ -12,7 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from medfed.errors import MedfedError
-from medfed.tracking.pusher import ENDINGS, Pusher
+from medfed.tracking.pusher import ENDINGS, Pusher, TooSlow
 from medfed.tracking.settings import TrackingSettings, open_hint, resolve_uri
 from medfed.tracking.store import quiet
 
@@ -123,6 +123,9 @@ class MLflowTracker:
                 cost = action()
         except Timeout:
             return  # somebody is syncing this very run: what is recorded by then goes with it
+        except TooSlow:
+            self._slow(self.clock() - started)
+            return
         except Exception as error:
             # whatever MLflow raises (requests, SQL, its own), a record on disk is worth more than a copy of it
             self._failed(error, self.clock() - started)
@@ -131,6 +134,14 @@ class MLflowTracker:
             logger.warning("MLflow is reachable again; what was recorded meanwhile has been copied")
         self._failures = 0
         self._not_before = self.clock() + cost / SHARE
+
+    def _slow(self, cost: float) -> None:
+        """The rest goes with later pushes; only at the end of the run it has to be said that it did not."""
+        self._not_before = self.clock() + cost / SHARE
+        if self._pusher.cursor.wanted is not None:
+            logger.warning(
+                "MLflow is slow and lacks a part of this run. Copy it with: medfed sync %s", self.run_dir.name
+            )
 
     def _failed(self, error: Exception, cost: float) -> None:
         if not self._failures:

@@ -74,7 +74,7 @@ class Pusher:
     def __post_init__(self) -> None:
         self.log = RecordLog(self.run_dir / "records.jsonl")
         self.cursor = Cursor(self.run_dir / "tracking.json")
-        self.offset = self.end = 0
+        self.offset = self.end = self.begun = 0
         self.meta: dict[str, Any] = {}
         self.store: Store | None = None
         self.runs: dict[str, RunHandle] = {}
@@ -84,8 +84,8 @@ class Pusher:
         """Reads the cursor; another process may have pushed meanwhile."""
         self.cursor = Cursor.load(self.cursor.path)
         self.cursor.point_to(without_password(self.uri))
-        if self.cursor.pending:  # a push was cut off, here or elsewhere: ask what is there
-            self.store = None
+        if self.cursor.pending and self.cursor.pending != self.begun:
+            self.store = None  # a push of another process was cut off: ask what is there
 
     def waiting(self) -> list[dict[str, Any]]:
         """The recorded rounds that are not known to be there."""
@@ -144,8 +144,7 @@ class Pusher:
                 parent = None if key == FEDERATION else self.runs[FEDERATION].id
                 name = key or self.run_dir.name
                 run = self.store.create(self.meta["uid"], key, name, parent, self._start())
-                self.cursor.runs[key] = run.id
-                self.cursor.save()
+                self.cursor.runs[key] = run.id  # written with the next save: until then its tags find it
                 self.done.runs += 1
             self.runs[key] = run
         return self.runs[key]
@@ -210,15 +209,23 @@ class Pusher:
     def _push_rounds(self, records: list[dict[str, Any]]) -> None:
         assert self.store is not None
         last = records[-1]["round"]
-        self.cursor.pending = max(self.cursor.pending, last)
+        self.cursor.pending = self.begun = max(self.cursor.pending, last)
         self.cursor.save()
         points = _points(records)
-        for key in sorted(points, reverse=True):  # the federation's own marker, set last, vouches for all
-            self.in_time()
-            run = self.run(key)
-            missing = self.store.missing(run, points[key], self.doubtful)
-            self.store.log(run, missing)
-            self.done.metrics += len(missing)
+        try:
+            for key in sorted(points, reverse=True):  # the federation's own marker, set last, vouches for all
+                self.in_time()
+                run = self.run(key)
+                missing = self.store.missing(run, points[key], self.doubtful)
+                self.store.log(run, missing)
+                run.marker = max(run.marker, points[key][-1].step)
+                self.done.metrics += len(missing)
+        except TooSlow:
+            self.cursor.save()
+            raise
+        except BaseException:
+            self.store = None  # whether the last call arrived is not known: ask
+            raise
         self.cursor.confirm(last)
         self.done.rounds += [r["round"] for r in records]
 

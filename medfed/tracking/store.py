@@ -130,12 +130,12 @@ class Store:
             points: what it should hold.
             doubtful: last step that may have been logged before.
         """
-        points = list(points)
+        points = [p for p in points if p.step > run.marker]
         if run.created:
             return points
-        unsure = {p.key for p in points if run.marker < p.step <= doubtful} & run.keys
+        unsure = {p.key for p in points if p.step <= doubtful} & run.keys
         there = {(key, m.step) for key in unsure for m in self.client.get_metric_history(run.id, key)}
-        return [p for p in points if p.step > doubtful or (p.step > run.marker and (p.key, p.step) not in there)]
+        return [p for p in points if p.step > doubtful or (p.key, p.step) not in there]
 
     def describe(self, run: RunHandle, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Logs parameters and tags.  A parameter cannot change in MLflow: changes go to the tag ``medfed.changed``."""

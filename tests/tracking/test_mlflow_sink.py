@@ -381,11 +381,35 @@ def test_slow_store_is_left_alone_after_the_budget_and_goes_on_later(run_dir, mo
     with monkeypatch.context() as patch:
         patch.setattr(MlflowClient, "log_batch", slow)
         track.push()
-    assert track.clock.now == 18  # the second slow call is over the budget of 15 s
-    assert "longer than the run can wait" in caplog.text
-    track.clock.now += 1000
-    track.push()
-    assert_complete(run_dir, 2)
+        assert track.clock.now == 18  # the second slow call is over the budget of 15 s
+        add(run_dir, 3)
+        track.clock.now += 300
+        track.push()
+        assert track.clock.now == 318  # rests: 18 s are 5 % of 360 s
+        track.clock.now += 61
+        track.push()
+    assert caplog.text == ""
+    track.finish("finished")
+    assert_complete(run_dir, 3)
+
+
+def test_a_store_too_slow_to_the_end_is_told(run_dir, monkeypatch, caplog):
+    from mlflow import MlflowClient
+
+    track = tracker(run_dir)
+    original = MlflowClient.log_batch
+
+    def slow(self, *args, **kwargs):
+        track.clock.now += 200
+        return original(self, *args, **kwargs)
+
+    add(run_dir, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "log_batch", slow)
+        track.finish("finished")
+    assert "Copy it with: medfed sync derm-fedism" in caplog.text
+    assert sync(run_dir).status == "FINISHED"
+    assert_complete(run_dir, 1)
 
 
 def test_pushing_takes_a_bounded_share_of_the_time(run_dir, monkeypatch):
