@@ -146,8 +146,10 @@ def _make(work: Work, job: Job) -> Made:
             if data.get("image_kind", "hounsfield") != "hounsfield":
                 return Made(reason="corruption in Hounsfield units, but the file is not a CT slice")
             data = {**data, "image": _like(data["image"], corruption.apply(_array(data["image"]), job.identity))}
-        corrections = tuple(str(c) for c in data.get("image_corrections") or ())
-        unit = _array(pipeline.prepare(data)["image"])
+        prepared = pipeline.prepare(data)
+        # Transforms of prepare may count corrections too; a prepare that drops the list leaves that of load.
+        corrections = tuple(prepared.get("image_corrections", data.get("image_corrections")) or ())
+        unit = _array(prepared["image"])
     if unit.shape != tuple(pipeline.shape):
         return Made(reason=f"prepared shape {unit.shape} instead of {tuple(pipeline.shape)}")
     low, high = float(unit.min()), float(unit.max())

@@ -211,6 +211,18 @@ def test_corrections_are_counted_for_each_sample(tmp_path, pipeline):
     }
 
 
+def test_corrections_of_prepare_are_counted_too(tmp_path, loader):
+    def windowed(data):
+        corrections = [*data["image_corrections"], "already_windowed"]
+        return {**prepare(data), "image_corrections": corrections}
+
+    data, _ = write(tmp_path / "d", ["odd", "plain"])
+    built = ImageStore.open(tmp_path, Pipeline(loader, windowed, "windowed", SHAPE)).ensure(data)
+    assert built.corrections == {"exif_rotated": 1, "alpha_dropped": 1, "already_windowed": 2}
+    bare = Pipeline(loader, lambda d: {"image": prepare(d)["image"]}, "bare", SHAPE)
+    assert ImageStore.open(tmp_path, bare).ensure(data).corrections == {"exif_rotated": 1, "alpha_dropped": 1}
+
+
 def test_clean_rows_are_rounded_and_corrupted_ones_cut_off():
     unit = np.array([0.4999 / 255, 0.5001 / 255, 1.4999 / 255, 254.6 / 255, 1.2, -0.2], dtype=np.float32)
     assert to_record(unit, "uint8").tolist() == [0, 1, 1, 255, 255, 0]
