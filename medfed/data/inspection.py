@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from medfed.data.cohort import Cohort, Findings, Unusable
-from medfed.data.decode import Undecodable, decode
+from medfed.data.decode import DecodeOptions, Undecodable, decode
 from medfed.data.duplicates import difference_hash, exact_duplicates, near_duplicates, thumbnail
 from medfed.data.header_index import index_headers
 from medfed.data.sheet import Pipeline, picture_sheet, plain_pipeline
@@ -82,6 +82,7 @@ class Inspection:
     def summary(self) -> dict[str, Any]:
         """All numbers as plain values, without ids or paths."""
         per_patient = self.cohort.table.groupby("patient").size()
+        spread = per_patient if len(per_patient) else pd.Series([0])
         reasons = Counter(u.reason for u in self.cohort.findings.unusable)
         kinds = self.duplicates["kind"].value_counts()
         return {
@@ -92,9 +93,9 @@ class Inspection:
             "decoded": self.decoded,
             "patients": len(per_patient),
             "samples_per_patient": {
-                "min": int(per_patient.min()),
-                "median": float(per_patient.median()),
-                "max": int(per_patient.max()),
+                "min": int(spread.min()),
+                "median": float(spread.median()),
+                "max": int(spread.max()),
             },
             "counts": self.counts.to_dict("records"),
             "sizes": dict(self.sizes.most_common()),
@@ -163,6 +164,7 @@ def inspect_cohort(
     corrupted: Pipeline | None = None,
     out: Path | None = None,
     max_decode: int | None = None,
+    decode_options: DecodeOptions | None = None,
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
@@ -174,6 +176,7 @@ def inspect_cohort(
         corrupted: the same with corruption, drawn under the clean samples.
         out: folder for the tables and the sheet.
         max_decode: decode so many samples at most, drawn at random; default all.
+        decode_options: those of the run, so that corrections are counted as they will be made.
         cache: folder of the header index; default the user's cache folder.
         progress: called with (what, done, total).
 
@@ -191,7 +194,7 @@ def inspect_cohort(
     rows = usable_rows
     if max_decode is not None and max_decode < len(rows):
         rows = np.sort(numpy_generator(0, "inspection").choice(rows, max_decode, replace=False))
-    looks = _look_at(cohort, rows, progress)
+    looks = _look_at(cohort, rows, decode_options, progress)
     findings = _extended(cohort, {p: r for p, r in broken.items() if r}, looks)
     seen = [look for look in looks if not look.reason]
     blank = [cohort.table["sample"].iloc[look.row] for look in seen if look.blank]
@@ -231,21 +234,21 @@ class _Look:
     thumbnail: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-def _look_at(cohort: Cohort, rows: np.ndarray, progress: Progress | None) -> list[_Look]:
+def _look_at(cohort: Cohort, rows: np.ndarray, options: DecodeOptions | None, progress: Progress | None) -> list[_Look]:
     paths, frames = cohort.table["path"], cohort.table["frame"]
     looks: list[_Look] = []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         # In batches, so that results do not wait in memory for a caller that is slow.
         for batch in np.array_split(rows, max(len(rows) // 256, 1)):
-            looks += pool.map(lambda r: _look(int(r), Path(paths.iloc[r]), int(frames.iloc[r])), batch)
+            looks += pool.map(lambda r: _look(int(r), Path(paths.iloc[r]), int(frames.iloc[r]), options), batch)
             if progress:
                 progress("images", len(looks), len(rows))
     return looks
 
 
-def _look(row: int, path: Path, frame: int) -> _Look:
+def _look(row: int, path: Path, frame: int, options: DecodeOptions | None) -> _Look:
     try:
-        decoded = decode(path, frame)
+        decoded = decode(path, frame, options)
     except Undecodable as error:
         return _Look(row, reason=error.reason)
     hounsfield = decoded.kind == "hounsfield"
@@ -322,7 +325,10 @@ def _duplicates(cohort: Cohort, seen: list[_Look]) -> pd.DataFrame:
 def _problems(found: Inspection, faults: list[str]) -> list[Problem]:
     """What to look at, errors first."""
     cohort, pairs = found.cohort, found.duplicates
-    errors, warnings = [], list(faults)
+    errors: list[str] = []
+    warnings = list(faults)
+    if not found.decoded:
+        errors.append("none of the samples can be decoded" if len(cohort) else "there is no sample")
     train = cohort.table["split"] != "test"
     counts = cohort.class_counts()
     in_train = cohort.select(train.to_numpy()).class_counts()

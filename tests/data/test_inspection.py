@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from medfed.data.decode import DecodeOptions
 from medfed.data.duplicates import difference_hash, exact_duplicates, near_duplicates, thumbnail
 from medfed.data.inspection import inspect_cohort
 from medfed.data.readers.folder import Options, read
@@ -236,3 +237,25 @@ def test_real_scans_under_several_patients(shared, tmp_path):
     found = inspect_cohort(cohort, cache=tmp_path, max_decode=20)
     assert (found.duplicates["kind"] == "exact").sum() == len(digests) - len(set(digests)) > 0
     assert any("filed under different patients" in p.text for p in found.problems)
+
+
+def test_nothing_decodable_is_an_error(tmp_path):
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "p1_0.png").write_bytes(b"no image")
+    found = inspect(tmp_path / "data", tmp_path, out=tmp_path / "out")
+    assert found.problems[0].text == "none of the samples can be decoded"
+    assert found.problems[0].severity == "error"
+    empty = inspect_cohort(found.cohort.select(np.zeros(0, int)), cache=tmp_path / "cache", out=tmp_path / "out")
+    assert empty.problems[0].text == "there is no sample"
+
+
+def test_corrections_are_counted_with_the_options_of_the_run(shared, tmp_path):
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    shutil.copyfile(shared / "data" / "dicom_odd" / "derived_rsna_wrap_u12.dcm", tmp_path / "data" / "a" / "x.dcm")
+    cohort = read(tmp_path / "data", Options(cache=tmp_path / "cache"))
+    before = inspect_cohort(cohort, cache=tmp_path / "cache")
+    assert any("may have wrapped at 12 bits" in p.text for p in before.problems)
+    fixed = inspect_cohort(cohort, cache=tmp_path / "cache", decode_options=DecodeOptions(fix_12bit_wrap=True))
+    assert fixed.summary()["corrections"]["rsna_12bit_wrap"] == 1
+    assert not any("wrapped" in p.text for p in fixed.problems)

@@ -186,3 +186,24 @@ def test_odd_files_of_the_manifest(shared, tmp_path):
     unusable = {u.sample for u in cohort.findings.unusable}
     assert {"reportsi.dcm", "no-pixel-data.dcm", "meta_missing_tsyntax.dcm"} <= unusable
     assert len(cohort) + len(unusable) == len(lines)
+
+
+def test_rows_without_a_path_and_tables_without_rows(folder):
+    csv(folder, "path,label", ",x", "a.png,y")
+    assert [u.reason for u in read(folder, Options()).findings.unusable] == ["row 2 has no path"]
+    for lines in (["path,label"], ["path,label", "a.png,"]):
+        csv(folder, *lines)
+        with pytest.raises(DataError, match="no row with a path and a label"):
+            read(folder, Options())
+
+
+def test_repeated_column_names_are_refused(folder):
+    csv(folder, "path,label,label", "a.png,x,y")
+    with pytest.raises(DataError, match="several columns named label"):
+        read(folder, Options())
+
+
+@pytest.mark.parametrize("classes", [[], ["x", "y", "x"]])
+def test_class_lists_must_name_each_class_once(classes):
+    with pytest.raises(ValueError, match="classes"):
+        Options(classes=classes)

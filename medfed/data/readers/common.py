@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
+from pydantic import AfterValidator, Field
 
 from medfed.data.cohort import COLUMNS, Cohort, Findings, Task, Unusable
 from medfed.data.readers.scan import DICOM_SUFFIXES, stem_of, suffix_of
 from medfed.errors import DataError, nearest
 
 Progress = Callable[[int, int], None]
+
+
+def _unique(names: list[str]) -> list[str]:
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"each name may occur once, but {', '.join(map(repr, twice))} is repeated")
+    return names
+
+
+Names = Annotated[list[str], Field(min_length=1), AfterValidator(_unique)]
 
 SPLITS = {
     "": "", "train": "train", "training": "train", "test": "test", "testing": "test",
@@ -45,6 +56,9 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame
         if not header.strip():
             raise DataError("The table is empty.", where=str(path), fix="Its first line must name the columns.")
         separator = max(",;\t", key=header.count)
+        names = [n.strip() for n in next(csv.reader([header], delimiter=separator))]
+        if twice := sorted({n for n in names if n and names.count(n) > 1}):
+            raise DataError(f"The table has several columns named {', '.join(twice)}.", where=str(path))
         # The empty default keeps short rows as empty text rather than NaN.
         table = pd.read_csv(
             path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig", usecols=columns

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import BaseModel, field_validator
 
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
-from medfed.data.readers.common import SPLITS, Progress, build_cohort, group_or_self, natural_order
+from medfed.data.readers.common import SPLITS, Names, Progress, build_cohort, group_or_self, natural_order
 from medfed.data.readers.frames import Entry, Frames, expand
 from medfed.data.readers.scan import Scan, scan
 from medfed.errors import DataError, nearest
@@ -29,7 +29,7 @@ class Options(BaseModel, extra="forbid"):
         cache: folder of the header index; default the user's cache folder.
     """
 
-    classes: list[str] | None = None
+    classes: Names | None = None
     patient_pattern: str | None = None
     frames: Frames = "all"
     cache: Path | None = None

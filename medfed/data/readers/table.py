@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
 from medfed.data.readers.common import (
     SPLITS,
+    Names,
     Progress,
     build_cohort,
     class_index,
@@ -57,8 +58,8 @@ class Options(BaseModel, extra="forbid"):
 
     table: Path | None = None
     images: Path | None = None
-    classes: list[str] | None = None
-    label_columns: list[str] | None = None
+    classes: Names | None = None
+    label_columns: Names | None = None
     frames: Frames = "all"
     cache: Path | None = None
 
@@ -80,15 +81,17 @@ def read(root: Path, options: Options, progress: Progress | None = None) -> Coho
     rows = _named_columns(table, path, options.label_columns)
     rows["split"] = _splits(rows["split"], path)
     label_names = ["label"] if options.label_columns is None else options.label_columns
-    rows = _without_label(rows, label_names, findings)
+    rows = _complete(rows, label_names, findings)
     rows = _once(rows, findings)
+    if rows.empty:
+        raise DataError("The table has no row with a path and a label.", where=str(path))
     base = options.images.expanduser().absolute() if options.images else path.parent
     rows["file"] = [os.path.normpath(base / p) for p in rows["path"]]
     exists = np.array([os.path.isfile(f) for f in rows["file"]], dtype=bool)
     for file, name in zip(rows["file"][~exists], rows["path"][~exists]):
         findings.unusable.append(Unusable(file, "the file does not exist", name))
     if not exists.any():
-        first = rows["file"].iloc[0] if len(rows) else "none"
+        first = rows["file"].iloc[0]
         raise DataError(
             f"None of the {len(rows)} files of the table exists, first {first}.",
             where=str(path),
@@ -196,7 +199,8 @@ def _named_columns(table: pd.DataFrame, path: Path, label_columns: Sequence[str]
     if label_columns and (clash := set(label_columns) & set(NAMES) - {"label"}):
         raise DataError(f"{sorted(clash)[0]!r} cannot be a label column: it has a meaning of its own.", where=str(path))
     frame = pd.DataFrame(rows)
-    frame["path"] = [posixpath.normpath(p.strip().replace("\\", "/")) for p in frame["path"]]
+    paths = [p.strip().replace("\\", "/") for p in frame["path"]]
+    frame["path"] = [posixpath.normpath(p) if p else "" for p in paths]
     return frame
 
 
@@ -212,10 +216,13 @@ def _splits(column: pd.Series, path: Path) -> list[str]:
     return splits
 
 
-def _without_label(rows: pd.DataFrame, labels: Sequence[str], findings: Findings) -> pd.DataFrame:
-    empty = (rows[list(labels)].apply(lambda c: c.str.strip()) == "").any(axis=1)
-    findings.unusable += [Unusable("", "the row has no label", name) for name in rows["path"][empty]]
-    return rows[~empty]
+def _complete(rows: pd.DataFrame, labels: Sequence[str], findings: Findings) -> pd.DataFrame:
+    """Leaves out rows without a path or a label."""
+    no_path = rows["path"] == ""
+    findings.unusable += [Unusable("", f"row {row + 2} has no path") for row in rows.index[no_path]]
+    no_label = (rows[list(labels)].apply(lambda c: c.str.strip()) == "").any(axis=1) & ~no_path
+    findings.unusable += [Unusable("", "the row has no label", name) for name in rows["path"][no_label]]
+    return rows[~(no_path | no_label)]
 
 
 def _once(rows: pd.DataFrame, findings: Findings) -> pd.DataFrame:
