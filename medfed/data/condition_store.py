@@ -108,7 +108,7 @@ class Condition:
         if client not in self.clients:
             raise ConfigError(f"There is no client {client!r}.", fix=nearest(client, self.clients))
         rows = self.truth.rows.get(client, NOBODY)
-        labels = self.observed[rows].copy()
+        labels = self.observed[rows]  # by an index array: a copy, which leads nowhere
         labels.setflags(write=False)
         return ClientView(client, tuple(self.truth.samples[rows]), labels)
 

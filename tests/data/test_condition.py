@@ -139,6 +139,14 @@ def test_the_hash_changes_with_what_matters(other):
     assert other().hash != generate(TRAIN, TEST, spec()).hash
 
 
+def test_the_seed_counts_where_it_decides_nothing_else():
+    def given(seed):
+        test = cohort("t", 4, clients=["north", "007", "7", "7"])
+        return generate(cohort(clients=given_clients()), test, spec(None, seed, kind="given", corrupted=0))
+
+    assert given(0).hash == given(0).hash != given(1).hash
+
+
 def test_order_matters_only_where_asked_for():
     turned = TRAIN.select(np.arange(len(TRAIN))[::-1])
     assert generate(turned, TEST, spec(shuffle=False)).hash != generate(TRAIN, TEST, spec(shuffle=False)).hash
