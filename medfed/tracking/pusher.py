@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 CHUNK = 50
-RESULTS = ("experiment.yaml", "model.safetensors", "report.html", "predictions")
+# Predictions carry sample ids and stay in the run's folder.
+RESULTS = ("experiment.yaml", "model.safetensors", "report.html", "records.jsonl")
 ENDINGS = {
     "finished": "FINISHED",
     "completed": "FINISHED",

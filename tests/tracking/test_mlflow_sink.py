@@ -461,7 +461,7 @@ def test_sync_of_a_run_that_was_never_tracked(run_dir):
     (run_dir / "run.json").write_text(json.dumps({**meta, "status": "finished"}))
     report = sync(run_dir)
     assert report.rounds == (1, 2)
-    assert report.artifacts == ("experiment.yaml", "report.html")
+    assert report.artifacts == ("experiment.yaml", "report.html", "records.jsonl")
     assert report.status == "FINISHED"
     runs = assert_complete(run_dir, 2)
     assert runs[""].info.end_time == 1800000002000
