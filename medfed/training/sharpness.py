@@ -22,7 +22,7 @@ from medfed.training.predict import evaluating
 
 Tensors = Sequence[torch.Tensor]
 PerSampleLoss = Callable[[nn.Module, Mapping[str, torch.Tensor]], torch.Tensor]
-RadiusRule = Literal["constant", "relative", "adaptive"]
+RadiusRule = Literal["constant", "relative", "adaptive", "bounded"]
 
 _TINY = 1e-12
 SHARPNESS_FLOOR = 1e-10
@@ -115,10 +115,17 @@ class Radius:
             the size of its weights (filter normalisation, Li et al., NeurIPS 2018, for the same reason).
             ``adaptive``: ``‖ε/|w|‖ = ρ`` element by element (ASAM), invariant to rescaling of layers; published
             radii for it are about ten times those of SAM.
+            ``bounded``: ``‖ε‖ = min(ρ, share L / ‖g‖)``, constant but for steep points, where the loss rise that the
+            gradient predicts, ``‖ε‖‖g‖``, is held to a share of the loss L itself.  Not published; for networks without
+            BatchNorm, whose gradients can be a hundred times steeper: there ρ = 0.05 predicts a rise far above the
+            loss, the perturbed gradient tells nothing of the point it is used at, and training drifts into a flat
+            constant prediction.  Meant for training; clients measured with it would each have a radius of their own.
+        share: share of the loss, for ``bounded`` alone.
     """
 
     rho: float = 0.05
     rule: RadiusRule = "constant"
+    share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.rule not in get_args(RadiusRule):
@@ -127,11 +134,24 @@ class Radius:
                 where="radius",
                 fix=nearest(self.rule, get_args(RadiusRule)),
             )
-        if not (math.isfinite(self.rho) and self.rho > 0):
-            raise ConfigError(f"the radius must be a positive number, got {self.rho}.", where="rho")
+        for name, value in (("rho", self.rho), ("share", self.share)):
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"must be a positive number, got {value}.", where=name)
 
-    def perturbation(self, grads: Tensors, params: Tensors) -> list[torch.Tensor]:
-        """The ascent step at ``params`` with gradient ``grads``; see :func:`perturbation`."""
+    def perturbation(
+        self, grads: Tensors, params: Tensors, loss: torch.Tensor | float | None = None
+    ) -> list[torch.Tensor]:
+        """The ascent step at some weights.
+
+        Args:
+            grads: the gradient there.
+            params: the weights.
+            loss: the loss there, on the scale of the gradient; needed by ``bounded``.
+        """
+        if self.rule == "bounded":
+            if loss is None:
+                raise ValueError("the bounded radius needs the loss")
+            return perturbation(grads, (self.share * loss / (global_norm(grads) + _TINY)).clamp(0, self.rho))
         if self.rule == "adaptive":
             return perturbation(grads, self.rho, params)
         rho = self.rho * global_norm(params) if self.rule == "relative" else self.rho
@@ -195,7 +215,7 @@ def dataset_sharpness(
         kept = [p.detach().clone() for p in params]
         with torch.no_grad():
             try:
-                torch._foreach_add_(params, radius.perturbation(gradient, params))
+                torch._foreach_add_(params, radius.perturbation(gradient, params, total))
                 perturbed, _ = _total_loss(network, batches(), loss)
             finally:
                 torch._foreach_copy_(params, kept)

@@ -143,15 +143,16 @@ class SharpnessAwareStep(PlainStep):
         rho: radius of the perturbation.
         alpha: weight of the orthogonal part; FedISM uses 0.1.
         radius: rule of the radius, see :class:`~medfed.training.sharpness.Radius`.
+        share: for the rule ``bounded``: the most that the perturbation may raise the loss to first order, as a share.
 
     The output has ``perturbed_loss`` besides.
     """
 
-    def __init__(self, rho: float = 0.05, alpha: float = 0.1, radius: RadiusRule = "constant"):
+    def __init__(self, rho: float = 0.05, alpha: float = 0.1, radius: RadiusRule = "constant", share: float = 0.1):
         super().__init__()
         if not (math.isfinite(alpha) and alpha >= 0):
             raise ConfigError(f"alpha must not be negative, got {alpha}.", where="alpha")
-        self.radius, self.alpha = Radius(rho, radius), alpha
+        self.radius, self.alpha = Radius(rho, radius, share), alpha
 
     def _attach(self, engine: Any) -> None:
         super()._attach(engine)
@@ -159,14 +160,15 @@ class SharpnessAwareStep(PlainStep):
         self._between = Snapshot(engine.network.buffers())
 
     def _adjust(self, engine: Any, compute: Callable[[], torch.Tensor], output: dict[str, Any]) -> None:
-        # Under a loss scale both gradients carry it: the perturbation does not depend on it, and the GSAM direction
-        # is homogeneous, so that unscaling can wait for the optimiser.
+        # Under a loss scale both gradients carry it: the perturbation does not depend on it where the loss carries it
+        # too, and the GSAM direction is homogeneous, so that unscaling can wait for the optimiser.
+        height = _scaled(engine, output["loss"])
         params = [p for p in self._params if p.grad is not None]
         first = [p.grad for p in params if p.grad is not None]
         self._weights.save()
         self._between.save()
         with torch.no_grad():
-            torch._foreach_add_(params, self.radius.perturbation(first, params))
+            torch._foreach_add_(params, self.radius.perturbation(first, params, height))
         self._clear()
         try:
             loss = compute()
@@ -214,8 +216,12 @@ def _autocast(engine: Any) -> Callable[[], Any]:
 
 
 def _backward(engine: Any, loss: torch.Tensor) -> None:
+    _scaled(engine, loss).backward()
+
+
+def _scaled(engine: Any, loss: torch.Tensor) -> torch.Tensor:
     scaler = engine.scaler if engine.amp else None
-    (loss if scaler is None else scaler.scale(loss)).backward()
+    return loss if scaler is None else scaler.scale(loss)
 
 
 def _events() -> Any:

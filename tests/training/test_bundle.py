@@ -70,7 +70,7 @@ def test_pipeline_makes_images_of_its_shape(tmp_path):
 
 def test_networks_are_seeded():
     bundle = TrainingBundle.load(NAMES[0], SMALL)
-    one, two, other = (list(bundle.build_network(s).parameters())[0] for s in (0, 0, 1))
+    one, two, other = (next(iter(bundle.build_network(s).parameters())) for s in (0, 0, 1))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
 

@@ -107,6 +107,25 @@ def test_radius_rules():
     assert Radius(0.5, "adaptive").perturbation(g, w)[0].tolist() == pytest.approx([0, 2.0])
 
 
+def test_bounded_radius_holds_the_predicted_rise_to_a_share_of_the_loss():
+    w, g = [torch.tensor([3.0, 4.0])], [torch.tensor([0.0, 20.0])]
+    # 0.1 * 4 / 20 = 0.02 is less than 0.05: the predicted rise is 0.02 * 20 = 0.1 * 4.
+    assert Radius(0.05, "bounded").perturbation(g, w, 4.0)[0].tolist() == pytest.approx([0, 0.02])
+    assert Radius(0.05, "bounded").perturbation(g, w, 40.0)[0].tolist() == pytest.approx([0, 0.05])
+    assert Radius(0.05, "bounded", share=0.2).perturbation(g, w, 4.0)[0].tolist() == pytest.approx([0, 0.04])
+    with pytest.raises(ValueError, match="needs the loss"):
+        Radius(0.05, "bounded").perturbation(g, w)
+
+
+def test_bounded_sharpness_of_a_quadratic():
+    # F = 4.5 and gradient norm 3: share 0.01 gives the radius 0.015.
+    radius = Radius(0.05, "bounded", share=0.01)
+    found = dataset_sharpness(
+        Point(1.0, -2.0, 2.0), lambda: [{"label": torch.zeros(n)} for n in (2, 3)], radius, quadratic
+    )
+    assert found.sharpness == pytest.approx(0.015 * 3 + 0.015**2 / 2, rel=1e-9)
+
+
 @pytest.mark.parametrize("rho", [0.0, -1.0, math.nan, math.inf])
 def test_radius_must_be_positive(rho):
     with pytest.raises(ConfigError, match="positive"):

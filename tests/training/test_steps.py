@@ -136,7 +136,7 @@ def test_gsam_step_by_the_equations():
     assert all(torch.allclose(p, e, atol=1e-7) for p, e in zip(net.parameters(), expected))
 
 
-@pytest.mark.parametrize("radius", ["constant", "relative", "adaptive"])
+@pytest.mark.parametrize("radius", ["constant", "relative", "adaptive", "bounded"])
 def test_weights_are_put_back_bit_by_bit(radius):
     net = network(batch_norm=True)
     before = [p.detach().clone() for p in net.parameters()]
@@ -227,7 +227,7 @@ class HostScaler(torch.amp.GradScaler):
         super().__init__("cpu", init_scale=init_scale, growth_interval=10**6)
 
 
-@pytest.mark.parametrize("step", [PlainStep, SharpnessAwareStep])
+@pytest.mark.parametrize("step", [PlainStep, SharpnessAwareStep, lambda: SharpnessAwareStep(0.5, radius="bounded")])
 def test_a_gradient_scaler_changes_nothing_but_the_scale(step, monkeypatch):
     monkeypatch.setattr(torch.cuda.amp, "GradScaler", lambda: HostScaler(2.0**12))
     scaled, plain = network(), network()
@@ -260,7 +260,9 @@ def test_a_frozen_network_is_refused():
         run(net, PlainStep(), batches(), torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": -0.1}, {"alpha": math.nan}, {"rho": 0.0}, {"radius": "fixed"}])
+@pytest.mark.parametrize(
+    "wrong", [{"alpha": -0.1}, {"alpha": math.nan}, {"rho": 0.0}, {"radius": "fixed"}, {"share": 0.0}]
+)
 def test_wrong_arguments_are_refused(wrong):
     with pytest.raises(ConfigError):
         SharpnessAwareStep(**wrong)
