@@ -67,12 +67,17 @@ def inspect(
     reader: Annotated[str, typer.Option(help="Reader, when SOURCE is not an experiment file.")] = "folder",
     out: Annotated[Path, typer.Option(help="Folder for the report and the picture sheet.")] = Path("inspection"),
     sets: Sets = None,
+    limit: Annotated[Optional[int], typer.Option(min=1, help="Decode at most so many samples.")] = None,  # noqa: UP045
 ) -> None:
-    """Looks at images and labels before a run: what is there, what is unusable and why."""
+    """Looks at images and labels before a run: what is there, what is unusable and why.
+
+    Exits with 1 when something was found that spoils a result.
+    """
     from medfed.console import Screen
     from medfed.inspecting import inspect as look
 
-    look(source, reader, out, sets or [], Screen())
+    if not look(source, reader, out, sets or [], Screen(), limit).usable:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -154,12 +159,12 @@ def sync(runs: Runs) -> None:
     from medfed.tracking.sync import sync as catch_up
 
     for path in runs:
-        typer.echo(f"{path}: {catch_up(path)}")
+        typer.echo(str(catch_up(path)))
 
 
 @app.command()
 def demo(
-    kind: Annotated[str, typer.Option(help="Built-in cohort: oct, ct or derm.")] = "oct",
+    kind: Annotated[str, typer.Option(help="Built-in cohort: ct, derm or oct.")] = "ct",
     out: Annotated[Path, typer.Option(help="Folder for images, runs and results.")] = Path("demo"),
     rounds: Annotated[Optional[int], typer.Option(min=1, help="Communication rounds.")] = None,  # noqa: UP045
 ) -> None:

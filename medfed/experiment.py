@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from medfed.config import Experiment, explain
+from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
 from medfed.data.readers import get_reader
@@ -113,7 +113,7 @@ class Prepared:
         return ArrayDataset(self.store.images, np.asarray(rows, np.int64), self._tensor(labels))
 
     def _tensor(self, labels: np.ndarray) -> torch.Tensor:
-        return torch.as_tensor(labels).to(torch.int64 if self.task.kind == "multiclass" else torch.float32)
+        return torch.tensor(labels).to(torch.int64 if self.task.kind == "multiclass" else torch.float32)
 
     def evaluator(self) -> Evaluator:
         """Test sets with the truth, for evaluation alone."""
@@ -164,10 +164,12 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         MedfedError: anything that is wrong with the input.
     """
     from medfed.data.store import ImageStore
+    from medfed.training.local import resolve_device
 
     method, settings = resolve_method(experiment.method)
+    resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
-    cohort = read_section(experiment)
+    cohort = read_section(experiment.cohort)
     if cohort.task.kind not in method.task_kinds:
         raise ConfigError(
             f"{method.name} does not admit {cohort.task.kind} labels.",
@@ -217,9 +219,13 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     )
 
 
-def read_section(experiment: Experiment) -> Cohort:
-    """Reads the cohort that an experiment names."""
-    section = experiment.cohort
+def read_section(section: CohortSection) -> Cohort:
+    """Reads the cohort that the ``cohort`` section of an experiment names.
+
+    Raises:
+        ConfigError: an unknown reader, or an option that it does not have.
+        DataError: nothing usable is there.
+    """
     reader = get_reader(section.reader)
     try:
         options = reader.Options.model_validate(section.options)
@@ -265,13 +271,8 @@ def usable(cohort: Cohort, failures: list[Any], corrections: dict[str, int]) -> 
 
 def corruption_of(experiment: Experiment) -> Corruption | None:
     """The corruption of a condition as a function, or None."""
-    from medfed.data.corruption import Corruption
-
     spec = experiment.condition.corruption
-    if spec is None:
-        return None
-    given = {k: v for k, v in spec.model_dump().items() if v is not None}
-    return Corruption(**given, seed=experiment.condition.seed)
+    return None if spec is None else spec.build(experiment.condition.seed)
 
 
 def check_condition(experiment: Experiment, condition: Condition) -> None:

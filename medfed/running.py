@@ -14,7 +14,7 @@ from medfed.config import Experiment, load_experiment, read_yaml, validate
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
 from medfed.engines.pool import PoolEngine
-from medfed.errors import ConfigError, FederationError
+from medfed.errors import FederationError
 from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
 from medfed.federation.loop import Listener, Record, run_rounds
 from medfed.federation.messages import State
@@ -23,6 +23,7 @@ from medfed.federation.state import ServerState, load_state, save_state, write_t
 from medfed.methods.registry import resolve_method
 from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
 from medfed.tracking.records import RecordLog
+from medfed.training.local import resolve_device
 from medfed.training.predictions import PredictionFiles
 
 if TYPE_CHECKING:
@@ -171,11 +172,7 @@ def plan_workers(prepared: Prepared) -> tuple[str, int, int]:
     model is the default.
     """
     engine = prepared.experiment.engine
-    device = engine.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError("there is no usable GPU.", where="engine.device", fix="Use device: cpu or auto.")
+    device = str(resolve_device(engine.device))
     cores = os.cpu_count() or 1
     clients = len(prepared.condition.clients)
     if engine.workers == "auto":
@@ -233,6 +230,7 @@ def execute(
     )
     folder.write_meta(status="running", pid=os.getpid())
     tracker = MLflowTracker(folder.path, experiment.tracking)
+    tracker.start()
     try:
         run_rounds(
             prepared.method,
@@ -240,12 +238,13 @@ def execute(
             server,
             evaluate=evaluation(prepared, trainer, predictions),
             append=log.append,
-            listeners=[lambda record, _: tracker.push(record), *listeners],
+            listeners=[lambda *_: tracker.push(), *listeners],
         )
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
-        tracker.finish("KILLED" if status == "interrupted" else "FAILED")
+        tracker.finish(status)
+        say(f"{status.capitalize()} after round {state.round}. Go on with: medfed resume {folder.path}")
         raise
     finally:
         engine.close()
@@ -348,7 +347,7 @@ def finish(folder: RunFolder, tracker: Any, say: Say) -> None:
         artifacts.append(write_report(folder.path))
     except Exception as error:
         say(f"The report could not be written ({type(error).__name__}: {error}); the run is complete.")
-    tracker.finish("FINISHED", artifacts=artifacts)
+    tracker.finish("finished", artifacts=artifacts)
 
 
 __all__ = ["Record", "execute", "resume", "start"]

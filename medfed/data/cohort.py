@@ -94,9 +94,7 @@ class Cohort:
             raise ValueError(f"{len(self.table)} rows but {len(self.labels)} labels")
         twice = self.table["sample"][self.table["sample"].duplicated()]
         if len(twice):
-            raise DataError(
-                f"{len(twice)} sample ids occur more than once, first {twice.iloc[0]!r}.", where=self.name
-            )
+            raise DataError(f"{len(twice)} sample ids occur more than once, first {twice.iloc[0]!r}.", where=self.name)
         if self.task.kind == "multiclass" and len(self.labels):
             low, high = int(self.labels.min()), int(self.labels.max())
             if low < 0 or high >= self.task.num_classes:

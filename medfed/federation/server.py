@@ -189,8 +189,8 @@ class Server:
             task: name of a client task of the method.
             message: what the task needs.
             clients: who is asked; the round's participants by default.
-            expect: groups each reply must hold, with a state dict that it must match; a reply's ``model`` is
-                compared with the message's ``model`` unless said otherwise.
+            expect: groups each reply must hold, with a state dict that it must match. Besides these, a group that
+                is to be averaged must be there, and a group that the request carries too must match it.
             mean: groups to average on the way. Their tensors are not kept, so that memory does not grow with
                 the number of clients; the means are in ``Replies.mean``.
             weight: weight of a client in those means: a value of its reply, or a mapping by client.
@@ -200,9 +200,8 @@ class Server:
         """
         asked = tuple(sorted(self.participants() if clients is None else clients))
         means = (mean,) if isinstance(mean, str) else tuple(mean)
-        if expect is None:
-            model = message.group("model")
-            expect = {"model": model} if model else {}
+        sent = {group: message.group(group) for group in message.groups()}
+        required = {**{g: sent[g] for g in means if g in sent}, **(expect or {})}
         self.state.step += 1
         request = Request(task, self.round, self.state.step, self._confirmed, message)
         silent = [c for c in asked if dropped(c, self.dropout, self.seed, self.round)]
@@ -217,7 +216,8 @@ class Server:
                 refused.append(answer)
                 continue
             self._report.traffic.up += answer.nbytes()
-            reason = check_reply(answer, expect)
+            same = {g: sent[g] for g in answer.groups() if g in sent}
+            reason = check_reply(answer, {**same, **required})
             share = None if reason or not means else _weight(client, answer, weight)
             if reason is None and means and share is None:
                 reason = f"no usable weight '{weight}'" if isinstance(weight, str) else "has no weight"

@@ -34,7 +34,8 @@ class FedISMSettings(LocalTraining):
         salt: sharpness-aware local training; ``false`` gives the ablation "SAGA only". Its radius is also that of
             the measured sharpness, unless ``measure`` says otherwise.
         saga: sharpness-aware aggregation; ``false`` gives the ablation "SALT only" (sample-count weights).
-        measure: radius of the measured sharpness; by default that of ``salt`` (or the paper's 0.05).
+        measure: radius of the measured sharpness; by default rho of ``salt`` (or the paper's 0.05), with a constant
+            radius where that of ``salt`` is bounded: clients must be measured by the same radius.
         q: how strongly weights follow sharpness (2.0 in the paper; 0 gives equal weights).
         beta: share of the new weight in the moving average over rounds (0.5; 1 switches it off).
     """
@@ -54,7 +55,10 @@ class FedISMSettings(LocalTraining):
     @property
     def probe(self) -> Salt:
         """Radius of the measured sharpness."""
-        return self.measure or self.salt or Salt()
+        if self.measure is not None:
+            return self.measure
+        salt = self.salt or Salt()
+        return salt.model_copy(update={"radius": "constant"}) if salt.radius == "bounded" else salt
 
 
 class FedISMPlusSettings(FedISMSettings):
@@ -68,7 +72,7 @@ def sharpness(client: Client, message: Message) -> Message:
 
     Args:
         client: the client.
-        message: group ``model``; values ``rho`` and ``radius``.
+        message: group ``model``; values ``rho``, ``radius`` and ``share``.
 
     Returns:
         Values ``samples``, ``sharpness`` S_k and ``received_loss``, the mean loss of the received model.
@@ -76,7 +80,7 @@ def sharpness(client: Client, message: Message) -> Message:
     from medfed.training.sharpness import Radius
 
     client.load(message.group("model"))
-    radius = Radius(message.values["rho"], message.values["radius"])
+    radius = Radius(message.values["rho"], message.values["radius"], message.values["share"])
     measured = client.trainer.sharpness(client.data, radius)
     return Message.of(
         {
@@ -91,10 +95,7 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
     """theta_{t+1} = sum_k w_{k,t} theta_k with w from sharpness (Eqs. 13 and 14)."""
     for round in server.rounds():
         model = server.model
-        probe = {
-            "rho": settings.probe.radius_at(round, server.num_rounds),
-            "radius": settings.probe.radius,
-        }
+        probe = settings.probe.ball(round, server.num_rounds)
         measured = server.ask("sharpness", Message.of(probe, model=model))
         if not measured:
             yield server.report(measured)

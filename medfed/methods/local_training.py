@@ -17,23 +17,26 @@ class Salt(MethodSettings):
     Args:
         rho: radius of the perturbation (0.05 in the paper, for ResNet-18 with BatchNorm).
         alpha: weight of GSAM's orthogonal component; 0 gives SAM.
-        radius: ``constant`` is the paper's: one global norm. ``relative`` scales rho by the norm of the weights and
-            ``adaptive`` scales each weight's perturbation by its magnitude (ASAM), which carry over between
-            networks.
+        radius: ``constant`` is the paper's: ||e|| = rho. ``relative`` makes it a share of the norm of the weights,
+            ``adaptive`` scales each weight's part by its magnitude (ASAM), and ``bounded`` (medfed's own) takes the
+            constant radius where the loss then rises by at most ``share`` of itself, and a smaller one elsewhere.
+        share: ``bounded`` only: the largest first-order rise of the loss, as a share of the loss.
         power: FedISM+ only: rho grows as ((t+1)/T)^power over the rounds t = 0..T-1; 0 keeps it constant.
         warmup: rounds over which rho rises linearly from rho/warmup; 0 for none.
     """
 
     rho: float = Field(0.05, gt=0)
     alpha: float = Field(0.1, ge=0)
-    radius: Literal["constant", "relative", "adaptive"] = "constant"
+    radius: Literal["constant", "relative", "adaptive", "bounded"] = "constant"
+    share: float = Field(0.1, gt=0)
     power: float = Field(0.0, ge=0)
     warmup: int = Field(0, ge=0)
 
-    def radius_at(self, round: int, rounds: int) -> float:
-        """The radius of one round, counted from 1."""
+    def ball(self, round: int, rounds: int) -> dict[str, Any]:
+        """Radius and rule of one round, counted from 1, as plain values."""
         rho = self.rho * (round / rounds) ** self.power
-        return rho * min(1.0, round / self.warmup) if self.warmup else rho
+        rho = rho * min(1.0, round / self.warmup) if self.warmup else rho
+        return {"rho": rho, "radius": self.radius, "share": self.share}
 
 
 class LocalTraining(MethodSettings):
@@ -65,11 +68,7 @@ class LocalTraining(MethodSettings):
             "logit_adjustment": self.logit_adjustment,
         }
         if self.salt is not None:
-            values["salt"] = {
-                "rho": self.salt.radius_at(round, rounds),
-                "alpha": self.salt.alpha,
-                "radius": self.salt.radius,
-            }
+            values["salt"] = {**self.salt.ball(round, rounds), "alpha": self.salt.alpha}
         return values
 
 

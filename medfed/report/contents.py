@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import yaml
 
 from medfed.report.runs import Run
+from medfed.tracking.describe import without_paths
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +82,13 @@ def left_out(run: Run) -> LeftOut:
 
 
 def configuration(run: Run) -> str | None:
-    """The resolved experiment as it was saved."""
-    return _read(run, "experiment.yaml", lambda p: p.read_text(encoding="utf-8"))
+    """The resolved experiment without this machine's paths: a report may leave the house."""
+
+    def shown(path: Path) -> str:
+        config = without_paths(yaml.safe_load(path.read_text(encoding="utf-8")))
+        return yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+
+    return _read(run, "experiment.yaml", shown)
 
 
 def condition_facts(run: Run) -> dict[str, str] | None:

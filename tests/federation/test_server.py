@@ -38,6 +38,17 @@ def test_streamed_groups_are_not_kept_but_others_are():
     assert torch.equal(kept.states("model")["c1"]["w"], torch.tensor([4.0, 5.0]))
 
 
+def test_reply_of_numbers_alone_is_admitted_where_nothing_is_to_be_averaged():
+    replies = round_of(make_server(SIZES), ask("measure"))
+    assert replies.value("sharpness") == {"c0": 0.5, "c1": 1.5}
+
+
+def test_reply_without_the_group_to_average_is_refused():
+    replies = round_of(make_server(SIZES), ask("measure", mean="model"))
+    assert not replies
+    assert "model: 2 tensors missing" in replies.refused[0].reason
+
+
 def test_given_weights_are_used_instead_of_samples():
     replies = round_of(make_server(SIZES), ask(mean="model", weight={"c0": 0.75, "c1": 0.25}))
     assert torch.allclose(replies.mean["model"]["w"], torch.tensor([2.5, 3.5]))

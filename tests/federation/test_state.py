@@ -73,7 +73,7 @@ def test_full_disk_keeps_the_last_checkpoint_and_says_what_to_do(tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(*((module, "save_file") if where == "save_file" else (module.os, "fsync")), full)
-    with pytest.raises(FederationError, match="the disk is full.*make room"):
+    with pytest.raises(FederationError, match=r"the disk is full.*make room"):
         save_state(example(2), tmp_path)
     monkeypatch.undo()
     assert load_state(tmp_path).round == 1

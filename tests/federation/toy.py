@@ -91,7 +91,20 @@ def odd(client: Client, message: Message) -> Message:
     return Message.of(values, model=model)
 
 
-TASKS = {"train": add_samples, "remember": remember, "crash": crash, "die": die, "slow": slow, "odd": odd}
+def measure(client: Client, message: Message) -> Message:
+    """Sends a number and no tensors."""
+    return Message.of({"samples": client.num_samples, "sharpness": 0.5 * client.num_samples})
+
+
+TASKS = {
+    "measure": measure,
+    "train": add_samples,
+    "remember": remember,
+    "crash": crash,
+    "die": die,
+    "slow": slow,
+    "odd": odd,
+}
 
 
 def make_host(sizes: dict[str, int], folder: Path | None = None) -> ClientHost:

@@ -1,0 +1,107 @@
+"""A small cohort of real DICOM files and an experiment on it that trains in seconds."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROUNDS = 3
+
+
+def tiny_network() -> dict[str, Any]:
+    return {
+        "image_size": [32, 32],
+        "batch_size": 8,
+        "learning_rate": 0.001,
+        "network_name": "ResNet",
+        "network_def::block": "basic",
+        "network_def::layers": [1, 1, 1, 1],
+        "network_def::block_inplanes": [4, 8, 8, 8],
+        "network_def::conv1_t_size": 3,
+    }
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    from medfed.data.demo import make_demo_cohort
+
+    return make_demo_cohort(tmp_path_factory.mktemp("images") / "ct", "ct", patients=24, seed=3)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def data(images, cache, tmp_path) -> dict[str, Any]:
+    """The experiment as a mapping, to be changed by a test."""
+    return copy.deepcopy(
+        {
+            "name": "tiny",
+            "cohort": {"reader": "rsna_ich", "root": str(images)},
+            "condition": {
+                "partition": {"kind": "quality", "clients": 4, "corrupted": 1, "min_samples": 4},
+                "corruption": {"kind": "gaussian_noise", "severity": 3},
+            },
+            "bundle": "rsna_ich_ct_classification",
+            "overrides": tiny_network(),
+            "method": "fedism",
+            "rounds": ROUNDS,
+            "engine": {"workers": 1, "threads": 1},
+            "tracking": {"enabled": False},
+            "output": str(tmp_path / "runs"),
+            "cache": str(cache),
+        }
+    )
+
+
+@pytest.fixture
+def start(data):
+    """Runs the experiment, with changes by dotted key, in this process."""
+
+    def run(**changes: Any) -> Path:
+        from medfed.config import validate
+        from medfed.running import start as go
+
+        return go(validate(changed(data, changes), "test"))
+
+    return run
+
+
+def changed(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    data = copy.deepcopy(data)
+    for key, value in changes.items():
+        node = data
+        *path, last = key.split("__")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return data
+
+
+@pytest.fixture
+def command(data, tmp_path):
+    """Runs ``medfed`` in a process of its own and returns it when it has ended."""
+
+    def run(*args: str, **changes: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(prepare(*args, **changes), capture_output=True, text=True, env=environment(), timeout=200)
+
+    def prepare(*args: str, **changes: Any) -> list[str]:
+        file = tmp_path / "experiment.yaml"
+        file.write_text(yaml.safe_dump(changed(data, changes)))
+        return [sys.executable, "-m", "medfed", *(a.replace("FILE", str(file)) for a in args)]
+
+    run.prepare = prepare  # type: ignore[attr-defined]
+    return run
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **more}
