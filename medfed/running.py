@@ -81,8 +81,10 @@ def start_all(
         The runs' folders.
     """
     planned = []
-    for seed in seeds or [None]:
-        for method in methods or [None]:
+    wanted_seeds: list[int | None] = list(seeds) or [None]
+    wanted_methods: list[str | None] = list(methods) or [None]
+    for seed in wanted_seeds:
+        for method in wanted_methods:
             changes = [*([] if method is None else [f"method={method}"]), *sets]
             changes += [] if seed is None else [f"seed={seed}"]
             planned.append(load_experiment(config, changes))

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ class PoolEngine:
         self._folder = scratch_folder(model_bytes * (1 + workers * self._slots))
         self._down = SharedBuffer(self._folder / "down")
         self._up = [[SharedBuffer(self._folder / f"up-{w}-{s}") for s in range(self._slots)] for w in range(workers)]
-        context = multiprocessing.get_context(start)
+        context: Any = multiprocessing.get_context(start)
         self._pipes: list[Connection] = []
         self._workers = []
         for w in range(workers):
@@ -164,7 +165,7 @@ class PoolEngine:
 
     def _bury(self, worker: int) -> int | None:
         process = self._workers[worker]
-        self._workers[worker] = None  # type: ignore[call-overload]
+        self._workers[worker] = None
         process.join(timeout=5)
         return process.exitcode
 

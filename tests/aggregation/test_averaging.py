@@ -80,7 +80,7 @@ def test_accumulator_starts_anew_each_round():
 @pytest.mark.parametrize("average", [weighted_mean, running])
 @pytest.mark.parametrize("weights", [[0.0, 0.0], []])
 def test_nothing_to_average_is_an_error(average, weights):
-    with pytest.raises(ValueError, match="zero|0 states"):
+    with pytest.raises(ValueError, match=r"zero|0 states"):
         average(states(2)[: len(weights)], weights)
 
 

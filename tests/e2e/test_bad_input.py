@@ -51,7 +51,7 @@ def test_fault_is_named_with_what_to_do(data, changes, words):
         ({"rounds": 0}, ["'rounds'", "greater than or equal to 1"]),
         ({"rouds": 3}, ["unknown key 'rouds'. Did you mean 'rounds'?"]),
         ({"condition__partition__alhpa": 1}, ["'condition.partition.alhpa'. Did you mean 'alpha'?"]),
-        ({"condition__corruption__severity": 6}, ["severity", "less than or equal to 5"]),
+        ({"condition__corruption__severity": 6}, ["severity is 6"]),
         ({"engine__workers": 0}, ["workers"]),
         ({"tracking__uri": 3}, ["tracking.uri"]),
         ({"name": "a/b"}, ["'name'"]),
