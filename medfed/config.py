@@ -55,15 +55,15 @@ class Participation(Section):
     Args:
         fraction: share of the clients asked in a round, drawn anew each round.
         quorum: fewest admitted replies for a round to count; with fewer the previous model is kept.
-        timeout: seconds the server waits for the quorum; None waits for ever.
-        grace: further seconds for late replies once the quorum is there.
+        timeout: seconds the server waits at most, between machines; None waits for ever.
+        grace: seconds it waits for the others once the quorum is there, between machines; None waits for all.
         dropout: simulation only: probability that an asked client does not answer in a round.
     """
 
     fraction: float = Field(1.0, gt=0, le=1)
     quorum: int = Field(1, ge=1)
     timeout: float | None = Field(None, gt=0)
-    grace: float = Field(0.0, ge=0)
+    grace: float | None = Field(None, ge=0)
     dropout: float = Field(0.0, ge=0, lt=1)
 
 
@@ -160,6 +160,17 @@ class Experiment(Section):
             if isinstance(condition, dict) and condition.get("seed") is None:
                 data = {**data, "condition": {**condition, "seed": data.get("seed", 0)}}
         return data
+
+    @model_validator(mode="after")
+    def _waiting(self) -> Experiment:
+        part = self.participation
+        if self.engine.kind == "local" and (part.timeout is not None or part.grace is not None):
+            # How long a simulated client takes says nothing of a hospital, and would make results irreproducible.
+            raise ValueError(
+                "participation.timeout and grace have no meaning for the local engine, which waits for every client; "
+                "simulate clients that do not answer with participation.dropout"
+            )
+        return self
 
     @property
     def cache_dir(self) -> Path:

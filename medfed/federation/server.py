@@ -21,11 +21,17 @@ from medfed.federation.state import ServerState
 
 @dataclass(frozen=True)
 class Patience:
-    """How long an engine waits: for a quorum until ``timeout``, then ``grace`` seconds for the others."""
+    """How long an engine waits between machines.
+
+    Args:
+        quorum: fewest admitted replies for a round to count.
+        timeout: seconds it waits at most; None waits for ever.
+        grace: seconds it waits for the others once the quorum is there; None waits for all.
+    """
 
     quorum: int = 1
     timeout: float | None = None
-    grace: float = 0.0
+    grace: float | None = None
 
 
 class Engine(Protocol):

@@ -55,6 +55,7 @@ def test_fault_is_named_with_what_to_do(data, changes, words):
         ({"engine__workers": 0}, ["workers"]),
         ({"tracking__uri": 3}, ["tracking.uri"]),
         ({"name": "a/b"}, ["'name'"]),
+        ({"participation": {"timeout": 5}}, ["waits for every client", "dropout"]),
     ],
 )
 def test_file_is_validated_key_by_key(data, changes, words):
