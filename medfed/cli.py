@@ -64,7 +64,9 @@ def resume(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a 
 @app.command()
 def inspect(
     source: Annotated[Path, typer.Argument(help="Experiment file, or a folder or table of images.")],
-    reader: Annotated[str, typer.Option(help="Reader, when SOURCE is not an experiment file.")] = "folder",
+    reader: Annotated[
+        str, typer.Option(help="Reader of a folder or table: folder, isic, kermany, rsna_ich or table.")
+    ] = "folder",
     out: Annotated[Path, typer.Option(help="Folder for the report and the picture sheet.")] = Path("inspection"),
     sets: Sets = None,
     limit: Annotated[Optional[int], typer.Option(min=1, help="Decode at most so many samples.")] = None,  # noqa: UP045
@@ -85,15 +87,24 @@ def methods() -> None:
     """Lists the methods: paper, what clients send and keep, what is needed."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from medfed.methods.registry import METHODS, get_method
 
-    table = Table(title="Methods", title_justify="left")
-    for column in ("name", "what it does", "published", "clients send, besides the model", "keep", "needs"):
-        table.add_column(column)
+    # Two columns, so that whole sentences stay readable in 80 characters.
+    table = Table.grid(padding=(0, 2))
     for name in METHODS:
         m = get_method(name)
-        table.add_row(m.name, m.title, m.paper, m.sends, m.keeps, m.needs)
+        table.add_row(Text(m.name, style="bold"), Text(m.title))
+        for what, text in (
+            ("published", m.paper),
+            ("sends", f"model, {m.sends}".removesuffix(", -")),
+            ("keeps", m.keeps),
+            ("needs", m.needs),
+            ("labels", ", ".join(m.task_kinds)),
+        ):
+            if text != "-":
+                table.add_row(Text(f"  {what}"), Text(text))
     Console().print(table)
 
 
@@ -104,6 +115,9 @@ def compare(
     metric: Annotated[Optional[list[str]], typer.Option(help="Metric; may be given often.")] = None,  # noqa: UP045
     last: Annotated[int, typer.Option(help="Last rounds averaged.", min=1)] = 5,
     unpaired: Annotated[bool, typer.Option("--unpaired", help="Allow runs of different conditions.")] = False,
+    pooled: Annotated[
+        bool, typer.Option("--pooled", help="Also the form of FedISM's tables: last rounds of all seeds pooled.")
+    ] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also write this file: .html, .csv, .md, .tex, .json or .png."),
@@ -117,7 +131,7 @@ def compare(
 
     loaded = [load_run(path) for path in runs]
     result = compare_runs(loaded, metrics=metric, baseline=baseline, last=last, allow_unpaired=unpaired)
-    result.render(Console())
+    result.render(Console(highlight=False), pooled)
     if out is not None:
         write_comparison(loaded, result, out, metric, baseline, last, unpaired)
         typer.echo(f"Written: {out}")

@@ -34,6 +34,7 @@ class Screen:
         )
         self._tasks: dict[str, TaskID] = {}
         self._warned: set[str] = set()
+        self._explained = False
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -45,6 +46,7 @@ class Screen:
             self._bar.remove_task(task)
         self._tasks.clear()
         self._warned.clear()
+        self._explained = False
 
     def say(self, text: str) -> None:
         """One line of text."""
@@ -58,9 +60,12 @@ class Screen:
 
     def round(self, record: Record, server: Server) -> None:
         """One line for a finished round; a warning is shown the first time it comes up."""
-        from medfed.report.summary import round_line
+        from medfed.report.summary import legend, round_line
 
         self.progress("Rounds", record["round"], server.num_rounds)
+        if not self._explained:
+            self.say(legend(record))
+            self._explained = True
         self.say(round_line(record, server.num_rounds))
         for refusal in record["refused"]:
             self._warn(f"{refusal['client']} left out: {refusal['reason']}", record["round"])

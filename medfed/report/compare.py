@@ -121,11 +121,11 @@ class Comparison:
         """One cell of the table."""
         return self.cells[method, metric, column]
 
-    def render(self, console: Console) -> None:
-        """Prints the tables to a Rich console."""
+    def render(self, console: Console, pooled: bool = False) -> None:
+        """Prints the tables to a Rich console; see :func:`medfed.report.tables.render`."""
         from medfed.report.tables import render
 
-        render(self, console)
+        render(self, console, pooled)
 
     def to_csv(self) -> str:
         """One line a cell, in the unit shown; see :func:`medfed.report.tables.to_csv`."""

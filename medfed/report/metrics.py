@@ -68,6 +68,11 @@ class Metric:
         shown = round(self.shown(value), digits) + 0.0  # + 0.0 turns -0.0 into 0.0
         return f"{shown:+.{digits}f}" if signed else f"{shown:.{digits}f}"
 
+    def with_unit(self, value: float | None) -> str:
+        """As :meth:`text`, with the unit."""
+        text = self.text(value)
+        return f"{text} {self.unit}" if self.unit and text != "n/a" else text
+
 
 _KNOWN = {
     m.key: m

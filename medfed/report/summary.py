@@ -19,13 +19,16 @@ def summary_table(run: Run, last: int = LAST) -> Table:
         run: the run.
         last: rounds that a number is the mean of.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     seed = "" if run.seed is None else f", seed {run.seed}"
-    table = Table(title=escape(f"{run.name} ({run.method}{seed})"), title_justify="left", caption_justify="left")
-    table.add_column("")
+    title = escape(f"{run.name} ({run.method}{seed})")
+    # Without lines between the columns the longest name of a metric fits into 80 characters.
+    table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=0)
+    table.add_column("", no_wrap=True)
     for column in COLUMNS:
         table.add_column(COLUMN_LABELS[column], justify="right")
     partial = False
@@ -44,8 +47,25 @@ def summary_table(run: Run, last: int = LAST) -> Table:
     return table
 
 
+def shown_metric(record: Record) -> str | None:
+    """The metric that :func:`round_line` shows of a round; None in a round without evaluation."""
+    evaluation = record.get("evaluation") or {}
+    return next(iter(choose([*(evaluation.get("clean") or {}), *(evaluation.get("corrupted") or {})])), None)
+
+
+def legend(record: Record) -> str:
+    """What the numbers of :func:`round_line` are."""
+    key = shown_metric(record)
+    loss = "Loss: mean training loss of the clients."
+    if key is None:
+        return loss
+    sets = [c for c in ("clean", "corrupted") if quantity(record, f"{c}/{key}") is not None]
+    worst = ", and worst over the clients' shares of it" if quantity(record, f"worst/{key}") is not None else ""
+    return f"{metric(key).label} of the global model on the {' and the '.join(sets)} test set{worst}. {loss}"
+
+
 def round_line(record: Record, planned: int | None = None) -> str:
-    """One round in one line, e.g. ``round  3/30  bacc clean 41.20  corrupted 30.00 ...``.
+    """One round in one line, e.g. ``round  3/30  clean 41.20 %  corrupted 30.00 %  worst 12.50 %  loss 1.250  3.0 s``.
 
     Args:
         record: the round record.
@@ -53,23 +73,19 @@ def round_line(record: Record, planned: int | None = None) -> str:
     """
     width = len(str(planned)) if planned else 3
     parts = [f"round {record.get('round', 0):>{width}}" + (f"/{planned}" if planned else "")]
-    evaluation = record.get("evaluation") or {}
-    key = next(iter(choose([*(evaluation.get("clean") or {}), *(evaluation.get("corrupted") or {})])), None)
+    key = shown_metric(record)
     if key:
         shown = metric(key)
         found = [(c, quantity(record, f"{c}/{key}")) for c in ("clean", "corrupted", "worst")]
-        numbers = [f"{c} {shown.text(v)}" for c, v in found if v is not None]
-        parts.append(f"{shown.short} " + "  ".join(numbers))
+        parts += [f"{c} {shown.with_unit(v)}" for c, v in found if v is not None]
     losses = [quantity(record, f"client/{c}/loss") for c in record.get("clients") or {}]
     defined = [v for v in losses if v is not None and math.isfinite(v)]
     if defined:
-        parts.append(f"train loss {math.fsum(defined) / len(defined):.3f}")
+        parts.append(f"loss {math.fsum(defined) / len(defined):.3f}")
     asked, admitted = record.get("asked") or [], record.get("admitted") or []
-    parts.append(f"{len(admitted)}/{len(asked)} clients")
     seconds = quantity(record, "seconds/total")
     if seconds is not None and math.isfinite(seconds):
         parts.append(f"{seconds:.1f} s")
-    warnings = len(record.get("warnings") or [])
-    if warnings:
-        parts.append(f"! {warnings} warning{'s' if warnings > 1 else ''}")
+    if len(admitted) < len(asked):
+        parts.append(f"{len(admitted)} of {len(asked)} clients")
     return "  ".join(parts)

@@ -47,10 +47,9 @@ def captions(comparison: Comparison, name: str) -> dict[str, str]:
     label, last = metric(name).axis, comparison.last
     counts = {len(members) for members in comparison.runs.values()}
     seeds = "1 seed" if counts == {1} else f"{'–'.join(map(str, sorted({min(counts), max(counts)})))} seeds"
-    spread = "" if counts == {1} else " ± sample standard deviation (n - 1)"
+    over = "" if counts == {1} else f"; mean ± sample standard deviation (n - 1) over {seeds}"
     return {
-        "seeds": f"{label}: mean{spread} over {seeds} of each run's mean over its last {last} rounds; "
-        f"{metric(name).direction}.",
+        "seeds": f"{label}, {metric(name).direction}: mean of a run's last {last} rounds{over}.",
         "pool": f"{label}: mean ± population standard deviation (n) over the last {last} rounds of {seeds}, "
         "pooled, the form of the published FedISM tables.",
         "difference": f"{label}: paired difference to {comparison.baseline}, mean ± sample standard "
@@ -75,28 +74,46 @@ def legend() -> str:
     return "; ".join(f"{COLUMN_LABELS[c]}: {COLUMN_MEANINGS[c]}" for c in COLUMNS) + "."
 
 
-def render(comparison: Comparison, console: Console) -> None:
-    """Prints the tables to a Rich console; best in bold, second best underlined."""
+def on_terminal(comparison: Comparison, name: str, pooled: bool = False) -> list[Section]:
+    """The tables of one metric that a terminal shows: differences of several seeds only, the pool when asked for."""
+    seeds = max(len(comparison.cell(m, name, c).differences) for m in comparison.methods for c in COLUMNS)
+    hidden = ([] if pooled else [by_pool]) + ([by_difference] if seeds < 2 else [])
+    return [section for section in sections(comparison, name) if section[2] not in hidden]
+
+
+def render(comparison: Comparison, console: Console, pooled: bool = False) -> None:
+    """Prints the tables to a Rich console; best in bold, second best underlined.
+
+    Args:
+        comparison: the comparison.
+        console: where to print; 80 characters are enough.
+        pooled: also the form of the published FedISM tables.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     for name in comparison.metrics:
-        for caption, methods, write in sections(comparison, name):
-            table = Table(title=Text(caption), title_justify="left", title_style="italic", box=SIMPLE_HEAD)
-            table.padding = (0, 0)  # five columns of "55.11 ± 0.60" and the method fit into 80 characters
+        for caption, methods, write in on_terminal(comparison, name, pooled):
+            console.print(Text(f"\n{caption}"))
+            # Five cells of "55.11 ± 0.60" and the method within 80 characters leave no room between them.
+            wide = any(comparison.cell(m, name, c).std is not None for m in methods for c in COLUMNS)
+            table = Table(box=SIMPLE_HEAD, padding=0 if wide or write is not by_seeds else (0, 1))
             table.add_column("method", overflow="fold")
             for column in COLUMNS:
-                table.add_column(COLUMN_LABELS[column], justify="right")
+                table.add_column(COLUMN_LABELS[column], justify="right", no_wrap=True)
             for method in methods:
                 cells = []
                 for column in COLUMNS:
                     cell = comparison.cell(method, name, column)
                     style = {1: "bold", 2: "underline"}.get(cell.rank or 0, "")
-                    cells.append(Text(write(name, cell), style="" if write is by_difference else style))
+                    text = write(name, cell)
+                    if write is by_difference:  # in two lines, since one of that length does not fit five times
+                        text, style = text.replace(" (", "\n("), ""
+                    cells.append(Text(text, style=style))
                 table.add_row(Text(method), *cells)
             console.print(table)
-    if len(comparison.methods) > 1:
+    if len(comparison.methods) > 1 and console.is_terminal:
         console.print(Text("Best in bold, second best underlined."))
     console.print(Text(legend()))
     for note in comparison.notes:

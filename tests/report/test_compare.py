@@ -219,15 +219,54 @@ def test_unknown_metric_and_no_runs(runs):
         compare([])
 
 
-def test_rich_tables_show_percent_with_two_decimals(result):
+def on_terminal(result, width, **options):
     out = io.StringIO()
-    result.render(Console(file=out, width=160))
-    text = out.getvalue()
+    result.render(Console(file=out, width=width), **options)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_shows_two_short_tables_a_metric(result, width):
+    text = on_terminal(result, width)
     assert "53.00 ± 3.61" in text  # sample deviation over seeds
-    assert "53.00 ± 3.11" in text  # pooled population
-    assert "+1.00 ± 2.00 (2/3)" in text
+    assert "+1.00 ± 2.00" in text
+    assert "(2/3)" in text
+    assert "3.11" not in text  # pooled population
+    assert "population" not in text
+    assert text.count("fedavg ") == 2  # no row of its own in the differences
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_pooled_form_is_shown_when_asked_for(result):
+    text = on_terminal(result, 80, pooled=True)
+    assert "53.00 ± 3.11" in text
     assert "population standard deviation" in text
-    assert "sample standard deviation" in text
+    assert "…" not in text
+
+
+def test_one_seed_has_no_table_of_differences(runs):
+    result = compare([r for r in runs if r.seed == 0], last=2)
+    assert result.cell("fedism", "balanced_accuracy", "clean").difference == pytest.approx(-0.01)
+    text = on_terminal(result, 80)
+    assert "difference" not in text
+    assert "±" not in text
+    assert "fedism" in text
+
+
+def test_long_names_of_methods_are_shown_in_full(make):
+    settings = [{"salt": {"radius": "bounded", "rho": 0.05}}, {"salt": {"radius": "constant", "rho": 0.005}}]
+    runs = [
+        load_run(make(f"{i}-{seed}", two_rounds(0.5, 0.4), method="fedism", method_settings=s, seed=seed))
+        for i, s in enumerate(settings)
+        for seed in range(3)
+    ]
+    result = compare(runs)
+    lines = on_terminal(result, 80).splitlines()
+    start = next(line for line in lines if "50.00" in line).index("50.00")
+    first_column = "".join(line[:start] for line in lines).replace(" ", "")
+    for method in result.methods:
+        assert method.replace(" ", "") in first_column
 
 
 def test_csv_gives_the_unit_and_empty_cells(result):

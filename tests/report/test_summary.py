@@ -8,7 +8,7 @@ from rich.console import Console
 
 from medfed.report.metrics import choose, metric
 from medfed.report.runs import load_run
-from medfed.report.summary import round_line, summary_table
+from medfed.report.summary import legend, round_line, summary_table
 
 
 def printed(table):
@@ -19,7 +19,20 @@ def printed(table):
 
 def row(text, label):
     line = next(x for x in text.splitlines() if label in x)
-    return [c.strip() for c in line.replace("┃", "│").split("│") if c.strip()]
+    words = line.split()
+    return [" ".join(words[:-5]), *words[-5:]]
+
+
+def test_summary_table_fits_80_characters(make):
+    everything = record(1)
+    for group in ("clean", "corrupted"):
+        everything["evaluation"][group] |= {"f1_macro": 0.5, "nll": 1.23456, "calibration_error": 0.2}
+    out = io.StringIO()
+    Console(file=out, width=80).print(summary_table(load_run(make("run", [everything]))))
+    text = out.getvalue()
+    assert "…" not in text
+    for name in ("worst client", "Calibration error (ECE) (%)", "F1, mean over classes (%)"):
+        assert name in text
 
 
 def test_summary_table_holds_the_means_of_the_last_five(make):
@@ -35,7 +48,7 @@ def test_summary_table_says_what_is_not_whole(make):
     text = printed(summary_table(run))
     assert row(text, "Balanced accuracy")[1] == "40.00*"
     assert "not defined in all of them" in text
-    assert "8 rounds were planned" in text
+    assert "8 rounds were planned" in " ".join(text.split())
 
 
 def test_summary_table_of_a_run_without_rounds_and_with_markup_in_its_name(make):
@@ -48,14 +61,27 @@ def test_round_line():
     line = round_line(record(3, 0.412, 0.3, warnings=["x", "y"]), planned=30)
     for part in (
         "round  3/30",
-        "bacc clean 41.20  corrupted 30.00  worst 20.00",
-        "train loss 1.250",
-        "2/2 clients",
+        "clean 41.20 %  corrupted 30.00 %  worst 20.00 %",
+        "loss 1.250",
         "3.0 s",
-        "! 2 warnings",
     ):
         assert part in line
     assert "\n" not in line
+    assert "clients" not in line  # all answered
+    assert len(line) <= 80
+
+
+def test_round_line_counts_who_answered_where_one_did_not():
+    assert "1 of 2 clients" in round_line(record(3, admitted=["client_00"]), planned=30)
+
+
+def test_legend_says_what_the_numbers_of_a_round_are():
+    assert legend(record(1)).startswith("Balanced accuracy of the global model on the clean and the corrupted test set")
+    bare = record(1)
+    del bare["evaluation"]["corrupted"]
+    assert "clean test set" in legend(bare)
+    assert "corrupted" not in legend(bare)
+    assert legend({"round": 1}) == "Loss: mean training loss of the clients."
 
 
 @pytest.mark.parametrize(
