@@ -26,8 +26,12 @@ def by_sharpness(sharpness: Mapping[str, float], q: float) -> dict[str, float]:
         Weights that sum to one.
     """
     floored = {client: max(float(s), EPSILON) for client, s in sharpness.items()}
-    total = sum(floored.values())
-    powers = {client: (s / total + EPSILON) ** q for client, s in floored.items()}
+    largest = max(floored.values())
+    total = sum(s / largest for s in floored.values())
+    shares = {client: s / largest / total + EPSILON for client, s in floored.items()}
+    # Relative to the largest share, so that no q can bring all powers below the smallest number.
+    highest = max(shares.values())
+    powers = {client: (s / highest) ** q for client, s in shares.items()}
     scale = sum(powers.values())
     return {client: p / scale for client, p in powers.items()}
 

@@ -57,14 +57,21 @@ class FedISMSettings(LocalTraining):
         """Radius of the measured sharpness."""
         if self.measure is not None:
             return self.measure
-        salt = self.salt or Salt()
+        salt = self.salt or type(self).model_fields["salt"].default
         return salt.model_copy(update={"radius": "constant"}) if salt.radius == "bounded" else salt
 
 
-class FedISMPlusSettings(FedISMSettings):
-    """FedISM+: as FedISM, with a radius that grows over the rounds."""
+class GrowingSalt(Salt):
+    """As :class:`Salt`, with FedISM+'s schedule unless ``power`` says otherwise."""
 
-    salt: Salt | None = Salt(power=0.5)
+    power: float = Field(0.5, ge=0)
+
+
+class FedISMPlusSettings(FedISMSettings):
+    """FedISM+: as FedISM, with a radius that grows over the rounds, in training and in the measurement."""
+
+    salt: GrowingSalt | None = GrowingSalt()
+    measure: GrowingSalt | None = None
 
 
 def sharpness(client: Client, message: Message) -> Message:

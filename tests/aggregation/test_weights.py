@@ -52,3 +52,11 @@ def test_client_that_missed_earlier_rounds_enters_with_its_new_weight():
 
 def test_normalised_over_those_admitted():
     assert normalised({"a": 0.2, "b": 0.3, "c": 0.5}, ["a", "b"]) == pytest.approx({"a": 0.4, "b": 0.6})
+
+
+@pytest.mark.parametrize("q", [0.0, 2.0, 50.0, 1e6])
+@pytest.mark.parametrize("values", [[1e-300, 0.0], [1e308, 1e308, 1e308], [0.05] * 20, [1e-9, 1e300], [7.0]])
+def test_sharpness_of_any_size_and_any_q_give_weights(values, q):
+    weights = by_sharpness({f"c{i}": s for i, s in enumerate(values)}, q)
+    assert sum(weights.values()) == pytest.approx(1.0)
+    assert min(weights.values()) >= 0
