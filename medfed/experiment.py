@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
 from medfed.data.readers import get_reader
-from medfed.data.splits import split_cohort, straddling_patients
+from medfed.data.splits import split_cohort, straddling_patients, unite_patients
 from medfed.errors import ConfigError, DataError
 from medfed.federation.messages import State
 from medfed.federation.method import Method, MethodSettings
@@ -137,6 +138,15 @@ class Prepared:
         network = self.bundle.build_network(seed=derive_seed(self.condition.spec.seed, "initial model"))
         return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
+    @cached_property
+    def initial_model_hash(self) -> str:
+        """sha256 over names, types, shapes and values of the initial model."""
+        total = hashlib.sha256()
+        for name, tensor in sorted(self.initial_model().items()):
+            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
     def trainer(self, device: str, threads: int | None = None) -> LocalTrainer:
         """A trainer with its resident network, for this process."""
         from medfed.training.local import LocalTrainer
@@ -183,6 +193,9 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     notify = (lambda done, total: progress("Decoding", done, total)) if progress else None
     built = store.ensure(cohort, progress=notify)
     cohort = usable(cohort, built.failures, built.corrections)
+    cohort.findings.notes.extend(built.notes)
+    if experiment.condition.unite_identical:
+        cohort = united(cohort, built.rows, store.images)
     cohort = split_cohort(cohort, test_fraction=experiment.condition.test_fraction, seed=experiment.condition.seed)
     train, test = cohort.where(lambda t: t["split"] == "train"), cohort.where(lambda t: t["split"] == "test")
     say(f"{len(cohort)} images usable, {len(cohort.findings.unusable)} not")
@@ -215,7 +228,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),
-        warnings=[*cautions(cohort, digests), *condition.warnings],
+        warnings=[*cautions(cohort, built.rows), *condition.warnings],
     )
 
 
@@ -269,6 +282,26 @@ def usable(cohort: Cohort, failures: list[Any], corrections: dict[str, int]) -> 
     return kept
 
 
+def united(cohort: Cohort, rows: dict[str, int], images: np.ndarray) -> Cohort:
+    """The cohort where patients with an identical picture count as one; how many is among the findings.
+
+    Args:
+        cohort: usable samples.
+        rows: row of the store of each; identical pictures have one row.
+        images: the records of the store, to leave out pictures that show nothing.
+    """
+    row = np.array([rows[s] for s in cohort.table["sample"]])
+    patients = cohort.table["patient"].groupby(row).nunique()
+    shared = {int(r) for r in patients.index[patients > 1] if images[r].min() < images[r].max()}
+    cohort, several, one = unite_patients(cohort, [int(r) if r in shared else None for r in row])
+    if several:
+        cohort.findings.notes.append(
+            f"{len(shared)} pictures are filed under more than one patient id: "
+            f"these {several} patients count as {one} (condition.unite_identical)"
+        )
+    return cohort
+
+
 def corruption_of(experiment: Experiment) -> Corruption | None:
     """The corruption of a condition as a function, or None."""
     spec = experiment.condition.corruption
@@ -303,8 +336,8 @@ def check_condition(experiment: Experiment, condition: Condition) -> None:
         )
 
 
-def cautions(cohort: Cohort, digests: dict[str, str]) -> list[str]:
-    """What is odd about the split: patients and identical files on both sides."""
+def cautions(cohort: Cohort, rows: dict[str, int]) -> list[str]:
+    """What is odd about patients, pictures and names; ``rows`` are equal where pictures are identical."""
     found = []
     straddling = straddling_patients(cohort)
     if len(straddling):
@@ -312,12 +345,23 @@ def cautions(cohort: Cohort, digests: dict[str, str]) -> list[str]:
     unused = int(cohort.table["split"].eq("val").sum())
     if unused:
         found.append(f"{unused} validation samples are used neither for training nor for testing")
-    sides: dict[str, set[str]] = {}
-    for sample, split in zip(cohort.table["sample"], cohort.table["split"]):
-        sides.setdefault(digests[sample], set()).add(split)
-    both = sum(len(s) > 1 for s in sides.values())
-    if both:
-        found.append(f"{both} identical files are in both training and test set")
+    sides: dict[int, set[str]] = {}
+    labels: dict[int, set[str]] = {}
+    for sample, split, label in zip(cohort.table["sample"], cohort.table["split"], cohort.labels.tolist()):
+        sides.setdefault(rows[sample], set()).add(split)
+        labels.setdefault(rows[sample], set()).add(str(label))
+    if both := sum({"train", "test"} <= s for s in sides.values()):
+        found.append(f"{both} identical pictures are in both training and test set")
+    if torn := sum(len(s) > 1 for s in labels.values()):
+        found.append(f"{torn} identical pictures carry different labels")
+    spellings: dict[str, set[str]] = {}
+    for client in cohort.table["client"].unique():
+        spellings.setdefault("".join(client.casefold().split()), set()).add(client)
+    found += [
+        f"clients {' and '.join(map(repr, sorted(s)))} differ in capitals or blanks alone"
+        for s in spellings.values()
+        if len(s) > 1
+    ]
     return found
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from medfed.config import CohortSection, Experiment, apply_sets, load_experiment
+from medfed.config import CohortSection, Experiment, apply_sets, explain, load_experiment
+from medfed.data.decode import DecodeOptions, Undecodable
 from medfed.data.inspection import Inspection, inspect_cohort
-from medfed.errors import DataError
+from medfed.data.store_build import Job, Made, Work, make, to_record, to_unit
+from medfed.data.store_files import file_digest
+from medfed.errors import ConfigError, DataError
 from medfed.experiment import corruption_of, load_bundle, read_section
 
 if TYPE_CHECKING:
@@ -37,12 +42,20 @@ def inspect(source: Path, reader: str, out: Path, sets: list[str], screen: Scree
     if source.suffix.lower() in (".yaml", ".yml"):
         experiment = load_experiment(source, sets)
         cohort = read_section(experiment.cohort)
-        shows = pictures(experiment, load_bundle(experiment, cohort.task).pipeline())
+        pipeline = load_bundle(experiment, cohort.task).pipeline()
+        options = getattr(pipeline.load, "options", None)
+        shows = {
+            **pictures(experiment, pipeline),
+            "decode_options": options if isinstance(options, DecodeOptions) else None,
+        }
     else:
         if not source.exists():
             raise DataError("there is no such folder or file.", where=str(source), fix="Check the path.")
         section = {"reader": reader, "root": str(source), **apply_sets({}, sets)}
-        cohort = read_section(CohortSection.model_validate(section))
+        try:
+            cohort = read_section(CohortSection.model_validate(section))
+        except ValidationError as error:
+            raise ConfigError("; ".join(explain(error, CohortSection)), where="--set") from None
     with screen:
         found = inspect_cohort(cohort, out=out, max_decode=limit, progress=screen.progress, **shows)
     found.render(screen.console)
@@ -51,20 +64,31 @@ def inspect(source: Path, reader: str, out: Path, sets: list[str], screen: Scree
 
 
 def pictures(experiment: Experiment, pipeline: Pipeline) -> dict[str, Show]:
-    """Functions that show a file as the network will see it: clean, and corrupted where there is a corruption."""
+    """Functions that show a file as the network will see it: the very records of a run's image store.
 
-    def through(corruption: Any) -> Show:
-        def show(path: Path, frame: int) -> np.ndarray:
-            item = pipeline.load({"image": str(path), "frame": frame, "sample": path.name})
-            if corruption is not None and corruption.domain == "hounsfield":
-                item = {**item, "image": corruption.apply(np.asarray(item["image"]), f"{path.name}#{frame}")}
-            image = np.asarray(pipeline.prepare(item)["image"], np.float32)
-            if corruption is not None and corruption.domain == "image":
-                image = corruption.apply(image, f"{path.name}#{frame}")
-            return image
-
-        return show
-
+    Returns:
+        ``pipeline`` for clean images, and ``corrupted`` where the condition has a corruption.
+    """
     corruption = corruption_of(experiment)
-    shown = {"pipeline": through(None)}
-    return shown if corruption is None else {**shown, "corrupted": through(corruption)}
+
+    def clean(path: Path, frame: int) -> np.ndarray:
+        return _unit(pipeline, make(Work(pipeline), _job(path, frame)))
+
+    def corrupted(path: Path, frame: int) -> np.ndarray:
+        job = _job(path, frame)
+        if corruption is not None and corruption.domain == "image":
+            record = to_record(clean(path, frame), pipeline.dtype)
+            return _unit(pipeline, make(Work(pipeline, corruption, record[None]), replace(job, clean_row=0)))
+        return _unit(pipeline, make(Work(pipeline, corruption), job))
+
+    return {"pipeline": clean} if corruption is None else {"pipeline": clean, "corrupted": corrupted}
+
+
+def _job(path: Path, frame: int) -> Job:
+    return Job(str(path), frame, path.name, file_digest(str(path)))
+
+
+def _unit(pipeline: Pipeline, made: Made) -> np.ndarray:
+    if not made.pixels:
+        raise Undecodable(made.reason)
+    return to_unit(np.frombuffer(made.pixels, pipeline.dtype).reshape(pipeline.shape))

@@ -122,16 +122,26 @@ def resume(
             say(f"All {experiment.rounds} rounds are done.")
             return path
         prepared = prepare(experiment, say=say, progress=progress)
-        for key, value in (("condition_hash", prepared.condition.hash), ("data_hash", prepared.data_hash)):
-            if meta[key] != value:
-                raise FederationError(
-                    f"the data are no longer those that the run began with ({key} differs).",
-                    where=str(path),
-                    fix="Restore the images and labels, or start a new run.",
-                )
+        check_unchanged(prepared, meta, path)
         say(f"Going on after round {state.round if state else 0} of {experiment.rounds}")
         execute(prepared, folder, state=state, say=say, listeners=listeners)
     return path
+
+
+def check_unchanged(prepared: Prepared, meta: dict[str, Any], path: Path) -> None:
+    """Refuses to go on with a run whose data, bundle or initial model are no longer those that it began with."""
+    for what, restore, key, value in (
+        ("data", "the images and labels", "data_hash", prepared.data_hash),
+        ("data", "the images and labels", "condition_hash", prepared.condition.hash),
+        ("settings of the bundle", "the bundle", "bundle_hash", prepared.bundle.content_hash()),
+        ("initial weights", "the weights file", "initial_model_hash", prepared.initial_model_hash),
+    ):
+        if key in meta and meta[key] != value:
+            raise FederationError(
+                f"the {what} are no longer those that the run began with ({key} differs).",
+                where=str(path),
+                fix=f"Restore {restore}, or start a new run.",
+            )
 
 
 def new_folder(prepared: Prepared) -> RunFolder:
@@ -150,6 +160,7 @@ def new_folder(prepared: Prepared) -> RunFolder:
         seed=experiment.seed,
         condition_hash=prepared.condition.hash,
         data_hash=prepared.data_hash,
+        initial_model_hash=prepared.initial_model_hash,
         bundle_hash=prepared.bundle.content_hash(),
         cohort=prepared.cohort_name,
         task=prepared.task.kind,

@@ -40,7 +40,8 @@ class CorruptionSpec(BaseModel):
     """What is wrong with the images of corrupted clients and with the corrupted test set.
 
     Args:
-        kind: one of ``medfed.data.corruption.KINDS``.
+        kind: ``gaussian_noise``, ``shot_noise``, ``motion_blur``, ``gaussian_blur``, ``defocus_blur``, ``contrast``,
+            ``low_resolution`` or ``jpeg``.
         severity: 1 to 5 (ImageNet-C; FedISM uses 3).
         domain: ``image`` (prepared pixels in 0..1) or ``hounsfield`` (CT values before the window).
         hu_range: ``hounsfield`` only: width in HU that stands for the full range of an image.
@@ -71,9 +72,11 @@ class ConditionSpec(BaseModel):
 
     Args:
         seed: the seed of partition, corrupted clients and corruption.
-        partition: see :class:`PartitionSpec`.
-        corruption: see :class:`CorruptionSpec`; None where all images are as they are.
+        partition: how training samples are spread over clients.
+        corruption: what is wrong with the images of corrupted clients; None where all images are as they are.
         test_fraction: share of the cohort held out where it brings no test split.
+        unite_identical: patients who share an identical picture count as one patient, so that it cannot be on both
+            sides of a split nor at two clients.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,3 +85,4 @@ class ConditionSpec(BaseModel):
     partition: PartitionSpec = PartitionSpec()
     corruption: CorruptionSpec | None = None
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
+    unite_identical: bool = True

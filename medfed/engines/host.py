@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from medfed.data.cohort import Task
 from medfed.errors import MedfedError
 from medfed.federation.client import Client, Request
-from medfed.federation.memory import ClientMemory
+from medfed.federation.memory import ClientMemory, client_folder
 from medfed.federation.messages import Message, Refusal
 from medfed.federation.method import ClientTask
 
@@ -50,7 +50,7 @@ class ClientHost:
     def client(self, name: str) -> Client:
         """The client of a name, built on first use."""
         if name not in self._built:
-            memory = ClientMemory(self._folder / name if self._folder else None)
+            memory = ClientMemory(self._folder / client_folder(name) if self._folder else None)
             self._built[name] = Client(name, self._data(name), self._trainer, self._task, memory, self._seed)
         return self._built[name]
 
@@ -76,7 +76,7 @@ class ClientHost:
 
     def _failed(self, name: str, request: Request, error: Exception) -> Refusal:
         if self._folder is not None:
-            folder = self._folder / name
+            folder = self._folder / client_folder(name)
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "errors.log", "a", encoding="utf-8") as log:
                 log.write(f"round {request.round}, task {request.task}\n{traceback.format_exc()}\n")

@@ -6,6 +6,8 @@ the client then goes back to what it knew before the repeated request, so that a
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,21 @@ import torch
 
 from medfed.federation.messages import check_plain
 from medfed.federation.state import read_tensors, write_tensors
+
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,59}")
+_RESERVED = re.compile(r"(con|nul|aux|prn|com\d|lpt\d)")  # on Windows
+
+
+def client_folder(name: str) -> str:
+    """The folder of a client, a name of its own on every file system.
+
+    Plain names stay as they are.  Others (capitals, blanks, slashes, ``..``, any length) become a readable part and a
+    digest, joined by ``~``, which no plain name has: two clients never share a folder, nor leave their place.
+    """
+    if _PLAIN.fullmatch(name) and not _RESERVED.fullmatch(name):
+        return name
+    readable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+    return f"{readable}~{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 class ClientMemory(MutableMapping[str, Any]):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medfed.data.cohort import Cohort, Task
-from medfed.data.splits import split_cohort, straddling_patients
+from medfed.data.splits import split_cohort, straddling_patients, unite_patients
 from medfed.errors import DataError
 
 
@@ -113,3 +113,28 @@ def test_multilabel_rows_are_balanced_too():
     test = (split_cohort(cohort, 0.2, 0).table["split"] == "test").to_numpy()
     assert labels[test].sum(axis=0).tolist() == [2, 2, 0]
     assert 7 <= test.sum() <= 9
+
+
+def test_patients_who_share_a_picture_are_united_through_others():
+    cohort = make_united(["d", "a", "b", "c", "b", "e", "f"])
+    # a-b share picture 1, b-c share picture 2; d and e share a picture that shows nothing; f is alone.
+    united, several, one = unite_patients(cohort, [None, 1, 1, 2, 2, None, 3])
+    assert united.table["patient"].tolist() == ["d", "a", "a", "a", "a", "e", "f"]
+    assert (several, one) == (3, 1)
+    assert cohort.table["patient"].tolist()[2] == "b"
+
+
+def test_uniting_does_not_depend_on_the_order_of_rows():
+    pairs = [("p3", 1), ("p9", 1), ("p9", 2), ("p1", 2), ("p5", 3), ("p4", 3), ("p4", 4), ("p0", 5)]
+    expected = {"p3": "p1", "p9": "p1", "p1": "p1", "p5": "p4", "p4": "p4", "p0": "p0"}
+    for shift in range(len(pairs)):
+        turned = pairs[shift:] + pairs[:shift]
+        united, several, one = unite_patients(make_united([p for p, _ in turned]), [k for _, k in turned])
+        assert dict(zip([p for p, _ in turned], united.table["patient"])) == expected
+        assert (several, one) == (5, 2)
+
+
+def make_united(patients):
+    table = pd.DataFrame({"sample": [f"s{k}" for k in range(len(patients))], "patient": patients})
+    table = table.assign(path="/x", frame=0, client="", split="")
+    return Cohort(Task("multiclass", ("a",)), table, np.zeros(len(patients), np.int64))

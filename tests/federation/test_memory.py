@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from toy import make_server
 
-from medfed.federation.memory import ClientMemory
+from medfed.federation.memory import ClientMemory, client_folder
 from medfed.federation.messages import Message
 from medfed.federation.state import load_state, save_state
 
@@ -99,3 +101,18 @@ def test_server_restart_repeats_requests_with_the_same_answers(tmp_path, killed_
     state = load_state(tmp_path / "sb")
     resumed = rounds(make_server(sizes, tmp_path / "b", state=state, save=lambda s: save_state(s, tmp_path / "sb")))
     assert resumed == whole[3:]
+
+
+NAMES = [
+    "client_00", "north", "North", "NORTH", "st. mary's/№1", "St. Mary's/№1", "..", ".", "", "a/b", "a\\b", "a-b",
+    "con", "nul", "x" * 61, "x" * 5000, "Ünïversität", "\ud800", "a b", "a  b", "a~b",
+]  # fmt: skip
+
+
+def test_folders_of_clients_are_of_their_own_on_every_file_system():
+    folders = [client_folder(name) for name in NAMES]
+    assert len({f.lower() for f in folders}) == len(NAMES)
+    for folder in folders:
+        assert re.fullmatch(r"[a-z0-9~_-]{1,80}", folder)
+    assert folders[:2] == ["client_00", "north"]
+    assert client_folder(client_folder("North")) != client_folder("North")
