@@ -11,7 +11,7 @@ from medfed.data.cohort import Task
 from medfed.errors import MedfedError
 from medfed.federation.client import Client, Request
 from medfed.federation.memory import ClientMemory, client_folder
-from medfed.federation.messages import Message, Refusal
+from medfed.federation.messages import Message, Refusal, check_plain
 from medfed.federation.method import ClientTask
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ class ClientHost:
             client = self.client(name)
             client.round = request.round
             client.memory.open(request.step, request.confirmed)
-            answer = self._tasks[request.task](client, request.message)
+            answer = self._tasks[request.task](client, request.message_for(name))
+            if not isinstance(answer, Message):
+                raise TypeError(f"task '{request.task}' returned {type(answer).__name__}, not a Message")
+            check_plain(dict(answer.values))
             client.memory.save(request.step)
             return answer
         except KeyError as error:

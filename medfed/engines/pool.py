@@ -13,7 +13,8 @@ import os
 import shutil
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class PoolEngine:
         start: str = "fork",
     ):
         self._clients = tuple(sorted(clients))
+        self._each: Mapping[str, Mapping[str, Any]] = {}
         self._slots = max(2, min(8, (64 << 20) // max(model_bytes, 1)))
         self._folder = scratch_folder(model_bytes * (1 + workers * self._slots))
         self._down = SharedBuffer(self._folder / "down")
@@ -96,6 +98,7 @@ class PoolEngine:
         for w in self._alive():
             self._send(w, encode("request", **head))
         todo = deque(clients)
+        self._each = request.each
         given: list[deque[str]] = [deque() for _ in self._pipes]
         held = [0] * len(self._pipes)
         done: dict[str, tuple[int, int, Message | Refusal]] = {}
@@ -120,7 +123,7 @@ class PoolEngine:
                 if todo and len(given[w]) < depth and held[w] + len(given[w]) < self._slots:
                     name = todo.popleft()
                     given[w].append(name)
-                    self._send(w, encode("client", client=name))
+                    self._send(w, encode("client", client=name, own=dict(self._each.get(name, {}))))
 
     def _collect(
         self,
@@ -208,15 +211,10 @@ def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, w
             continue
         if request is None:
             raise FederationError("a worker was given a client before a request.")
-        answer = host.serve(fields["client"], request)
+        answer = host.serve(fields["client"], replace(request, each={fields["client"]: fields["own"]}))
         if isinstance(answer, Refusal):
             pipe.send_bytes(encode("refusal", reason=answer.reason))
             continue
         layout, size = up[turn].pack(answer.tensors)
-        try:
-            reply = encode("reply", slot=turn, **message_fields(answer, layout, size))
-        except TypeError as error:
-            pipe.send_bytes(encode("refusal", reason=f"its reply holds what is no plain value: {error}"))
-            continue
-        pipe.send_bytes(reply)
+        pipe.send_bytes(encode("reply", slot=turn, **message_fields(answer, layout, size)))
         turn = (turn + 1) % slots

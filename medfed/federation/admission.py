@@ -5,7 +5,7 @@ A reply that fails leaves its client out of the round, with the reason in the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -50,12 +50,16 @@ def first_bad_tensor(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def check_reply(message: Message, expect: Mapping[str, State]) -> str | None:
+def check_reply(
+    message: Message, expect: Mapping[str, State], numbers: Sequence[str] = (), groups: Sequence[str] = ()
+) -> str | None:
     """Checks one reply.
 
     Args:
         message: the reply.
         expect: the groups that it must hold, each as the state dict that it must look like.
+        numbers: the values that it must hold as numbers.
+        groups: groups that it must hold, whatever they look like.
 
     Returns:
         None when the reply is admitted, otherwise the reason for leaving it out.
@@ -68,6 +72,13 @@ def check_reply(message: Message, expect: Mapping[str, State]) -> str | None:
     bad_value = first_non_finite(message.values)
     if bad_value:
         return f"{bad_value} is not finite"
+    for name in numbers:
+        value = message.values.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return f"{name} is {value!r}, not a number" if name in message.values else f"{name} is missing"
+    for group in groups:
+        if group not in expect and not message.group(group):
+            return f"{group} is missing"
     for group, reference in expect.items():
         fault = check_state(message.group(group), reference)
         if fault:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ class Request:
         step: number of the request, rising through the whole run.
         confirmed: the last request covered by the server's checkpoint.
         message: tensors and values for the task.
+        each: values for one client alone, by client.
     """
 
     task: str
@@ -34,6 +35,12 @@ class Request:
     step: int
     confirmed: int
     message: Message
+    each: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def message_for(self, client: str) -> Message:
+        """What one client is told: the message with its own values, and nobody else's."""
+        own = self.each.get(client)
+        return Message(self.message.tensors, {**self.message.values, **own}) if own else self.message
 
 
 class Client:
@@ -81,6 +88,17 @@ class Client:
         """The network's state dict as views, valid until the next :meth:`load`; clone what must last."""
         return self.trainer.state()
 
-    def fit(self, **options: object) -> FitResult:
-        """Trains the resident network on the client's data; see :meth:`LocalTrainer.fit`."""
-        return self.trainer.fit(self.data, seed_parts=(self.seed, self.round, self.name), **options)  # type: ignore[arg-type]
+    def fit(self, data: ArrayDataset | None = None, *, purpose: str | None = None, **options: Any) -> FitResult:
+        """Trains the resident network; see :meth:`LocalTrainer.fit`.
+
+        Args:
+            data: other data than the client's own (corrected labels, say).
+            purpose: what it is for, where a client trains more than once in a round: gives each its own randomness.
+            **options: of :meth:`LocalTrainer.fit`.
+        """
+        parts = (self.seed, self.round, self.name)
+        return self.trainer.fit(
+            self.data if data is None else data,
+            seed_parts=parts if purpose is None else (*parts, purpose),
+            **options,
+        )

@@ -6,6 +6,7 @@ the client then goes back to what it knew before the repeated request, so that a
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Iterator, MutableMapping
@@ -35,6 +36,9 @@ def client_folder(name: str) -> str:
 
 class ClientMemory(MutableMapping[str, Any]):
     """A mapping of names to tensors or plain values, saved at the client's side.
+
+    What is read is a copy: a change is kept when it is set again, in memory and on disk alike, so that a resumed run
+    cannot know less than the one that went on.
 
     Args:
         folder: where versions are stored, or None to keep nothing on disk.
@@ -96,13 +100,15 @@ class ClientMemory(MutableMapping[str, Any]):
         return {**plain, **tensors}
 
     def __getitem__(self, name: str) -> Any:
-        return self._items[name]
+        value = self._items[name]
+        return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             value = value.detach().cpu().clone()
         else:
             check_plain(value, name)
+            value = copy.deepcopy(value)
         self._items[name] = value
         self._changed = True
 

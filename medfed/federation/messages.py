@@ -7,6 +7,7 @@ neither a tensor nor a plain value cannot be sent, and nothing is ever pickled.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 PLAIN = (bool, int, float, str, type(None))
 State = dict[str, torch.Tensor]
+_LARGEST = int(sys.float_info.max)
 
 
 def check_plain(value: Any, name: str = "value") -> None:
@@ -32,12 +34,14 @@ def check_plain(value: Any, name: str = "value") -> None:
 
 
 def first_non_finite(value: Any, name: str = "value") -> str | None:
-    """The name of the first NaN or infinity in a plain value, or None."""
+    """The name of the first NaN or infinity in a plain value, or whole number that no float can hold, or None."""
     if isinstance(value, Mapping):
         return next((f for k, v in value.items() if (f := first_non_finite(v, f"{name}.{k}"))), None)
     if isinstance(value, (list, tuple)):
         return next((f for i, v in enumerate(value) if (f := first_non_finite(v, f"{name}[{i}]"))), None)
     if isinstance(value, float) and not math.isfinite(value):
+        return name
+    if isinstance(value, int) and abs(value) > _LARGEST:
         return name
     return None
 

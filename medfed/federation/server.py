@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from medfed.aggregation.averaging import RunningMean
 from medfed.data.cohort import Task
 from medfed.federation.admission import check_reply
 from medfed.federation.client import Request
-from medfed.federation.messages import Message, Refusal, Replies, Reply, State
+from medfed.federation.means import Mean, Means
+from medfed.federation.messages import Message, Refusal, Replies, Reply, State, check_plain
 from medfed.federation.participation import dropped, sample_clients
+from medfed.federation.report import RoundReport
 from medfed.federation.state import ServerState
 
 
@@ -56,42 +57,6 @@ class Engine(Protocol):
         ...
 
 
-@dataclass
-class Traffic:
-    """Bytes of tensors and number of requests of one round."""
-
-    down: int = 0
-    up: int = 0
-    requests: int = 0
-
-
-@dataclass
-class RoundReport:
-    """What happened in one round, for the record.
-
-    Args:
-        round: the round, from 1.
-        asked: clients that were asked.
-        admitted: clients whose replies counted.
-        refused: who was left out, and why.
-        clients: plain values by client (samples, loss, weight, ...).
-        server: plain values of the round.
-        traffic: bytes moved.
-        seconds: time spent waiting for clients.
-        warnings: what a person should know.
-    """
-
-    round: int
-    asked: tuple[str, ...] = ()
-    admitted: tuple[str, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-    clients: dict[str, dict[str, Any]] = field(default_factory=dict)
-    server: dict[str, Any] = field(default_factory=dict)
-    traffic: Traffic = field(default_factory=Traffic)
-    seconds: float = 0.0
-    warnings: list[str] = field(default_factory=list)
-
-
 class Server:
     """The server's side of a federation.
 
@@ -126,6 +91,8 @@ class Server:
         self._save = save
         self._confirmed = state.step
         self._report = RoundReport(state.round)
+        self._between_rounds = True
+        self._counted: set[str] = set()
 
     @property
     def model(self) -> State:
@@ -151,11 +118,27 @@ class Server:
         """All clients, sorted."""
         return self.engine.clients
 
-    def rounds(self) -> Iterator[int]:
-        """The rounds that remain, beginning after the last completed one."""
-        while self.state.round < self.num_rounds:
-            self._report = RoundReport(self.state.round + 1)
-            yield self._report.round
+    def rounds(self, until: int | None = None) -> Iterator[int]:
+        """The rounds that remain, beginning after the last completed one.
+
+        What was asked before a round (an identification, say) counts towards the record of that round.
+
+        Args:
+            until: last round of a stage; the run's last by default. A stage that is over is passed by after a
+                restart, so that a program of several stages is one loop after another.
+
+        Raises:
+            RuntimeError: the program went on to the next round without yielding a report.
+        """
+        last = self.num_rounds if until is None else min(until, self.num_rounds)
+        while self.state.round < last:
+            report = RoundReport(self.state.round + 1)
+            if self._between_rounds:
+                report.absorb(self._report)
+            self._report, self._between_rounds = report, False
+            yield report.round
+            if self.state.round < report.round:
+                raise RuntimeError(f"the program left round {report.round} without yielding server.report(...)")
 
     def participants(self) -> tuple[str, ...]:
         """The clients of the current round, sorted."""
@@ -164,13 +147,29 @@ class Server:
     def once(self, name: str, produce: Callable[[], Message]) -> Message:
         """Does something once in the whole run, also across a restart (identification, a first exchange).
 
+        Refusals, bytes and reported values of what ``produce`` asks are kept with the result, so that the record of
+        the round is the same after a restart.
+
         Args:
             name: key of the result among the server's notes.
             produce: makes the result; not called again when it is there already.
         """
         if name not in self.notes:
-            self.notes[name] = produce()
+            self._open()
+            outer, self._report = self._report, RoundReport(self._report.round)
+            try:
+                note = produce()
+            finally:
+                inner, self._report = self._report, outer
+            check_plain(dict(note.values), name)
+            self.notes[name] = note
+            self.state.once[name] = {"after": self.state.round, "report": inner.to_plain()}
             self.save()
+        account = self.state.once.get(name)
+        if account is not None and account["after"] == self.state.round and name not in self._counted:
+            self._open()
+            self._report.absorb(RoundReport.from_plain(account["report"]))
+            self._counted.add(name)
         return self.notes[name]
 
     def save(self) -> None:
@@ -185,9 +184,12 @@ class Server:
         message: Message,
         *,
         clients: Iterable[str] | None = None,
+        each: Mapping[str, Mapping[str, Any]] | None = None,
         expect: Mapping[str, State] | None = None,
-        mean: Sequence[str] | str = (),
+        numbers: Sequence[str] = (),
+        mean: str | Sequence[str] | Mapping[str, Mean] = (),
         weight: str | Mapping[str, float] = "samples",
+        quorum: int | None = None,
     ) -> Replies:
         """Asks clients to do a task, checks every reply and returns those admitted, in sorted client order.
 
@@ -195,75 +197,93 @@ class Server:
             task: name of a client task of the method.
             message: what the task needs.
             clients: who is asked; the round's participants by default.
+            each: values for one client alone, by client, added to those of the message. Clients can so be told
+                different things (a status, a coefficient) in one request, and all their replies go into one mean.
             expect: groups each reply must hold, with a state dict that it must match. Besides these, a group that
                 is to be averaged must be there, and a group that the request carries too must match it.
-            mean: groups to average on the way. Their tensors are not kept, so that memory does not grow with
-                the number of clients; the means are in ``Replies.mean``.
-            weight: weight of a client in those means: a value of its reply, or a mapping by client.
+            numbers: values each reply must hold as numbers.
+            mean: groups to average on the way, or several means by name (:class:`~medfed.federation.means.Mean`).
+                Their tensors are not kept, so that memory does not grow with the number of clients; the means are in
+                ``Replies.mean``.
+            weight: weight of a client in the means of named groups: a value of its reply, or a mapping by client.
+            quorum: fewest admitted replies that count; by default the run's, or all where fewer are asked.
 
         Returns:
-            The replies. With fewer than the quorum all are refused and there is no mean.
+            The replies. With fewer than the quorum, or with weights that are all zero, all are refused and there is
+            no mean.
+
+        Raises:
+            TypeError: the message holds what is no plain value.
         """
-        asked = tuple(sorted(self.participants() if clients is None else clients))
-        means = (mean,) if isinstance(mean, str) else tuple(mean)
+        asked = tuple(sorted(set(self.participants() if clients is None else clients)))
+        least = min(self.patience.quorum, len(asked)) if quorum is None else quorum
+        means = Means(mean, weight)
+        check_plain(dict(message.values))
+        check_plain(dict(each or {}), "each")
         sent = {group: message.group(group) for group in message.groups()}
-        required = {**{g: sent[g] for g in means if g in sent}, **(expect or {})}
+        required = {**{g: sent[g] for g in means.groups if g in sent}, **(expect or {})}
+        self._open()
         self.state.step += 1
-        request = Request(task, self.round, self.state.step, self._confirmed, message)
+        request = Request(task, self.round, self.state.step, self._confirmed, message, each or {})
         silent = [c for c in asked if dropped(c, self.dropout, self.seed, self.round)]
         refused = [Refusal(c, "did not answer (simulated dropout)") for c in silent]
         reachable = [c for c in asked if c not in silent]
 
         started = time.perf_counter()
-        sums = {group: RunningMean() for group in means}
         admitted: list[Reply] = []
-        for client, answer in self.engine.exchange(request, reachable, self.patience):
+        for client, answer in self.engine.exchange(request, reachable, replace(self.patience, quorum=least)):
             if isinstance(answer, Refusal):
                 refused.append(answer)
                 continue
             self._report.traffic.up += answer.nbytes()
             same = {g: sent[g] for g in answer.groups() if g in sent}
-            reason = check_reply(answer, {**same, **required})
-            share = None if reason or not means else _weight(client, answer, weight)
-            if reason is None and means and share is None:
-                reason = f"no usable weight '{weight}'" if isinstance(weight, str) else "has no weight"
+            reason = check_reply(answer, {**same, **required}, numbers, means.groups) or means.fault(client, answer)
             if reason is not None:
                 refused.append(Refusal(client, reason))
                 continue
-            for group, total in sums.items():
-                total.add(answer.group(group), share or 0.0)
-            admitted.append(Reply(client, _kept(answer, means)))
+            means.add(client, answer)
+            admitted.append(Reply(client, _kept(answer, means.groups)))
+            # A group that was not sent has its first reply as the form that the others must have.
+            required |= {g: _form(answer.group(g)) for g in means.groups if g not in required}
         self._note(asked, admitted, refused, message.nbytes() * len(reachable), time.perf_counter() - started)
 
-        if len(admitted) < self.patience.quorum:
-            short = f"quorum of {self.patience.quorum} not reached ({len(admitted)} admitted)"
-            refused += [Refusal(r.client, short) for r in admitted]
+        short = ""
+        if len(admitted) < least:
+            short = f"quorum of {least} not reached ({len(admitted)} admitted)"
+        elif admitted and means.empty:
+            short = "all weights are zero"
+        if short:
+            left_out = tuple(Refusal(r.client, short) for r in admitted)
+            self._report.refuse(left_out)
+            self._report.admitted = ()
             self._report.warnings.append(f"{task}: {short}; the previous model is kept")
-            self._report.refused += tuple(Refusal(r.client, short) for r in admitted)
-            return Replies((), tuple(refused))
-        results = {group: total.result() for group, total in sums.items() if total.total > 0}
-        return Replies(tuple(admitted), tuple(refused), results)
+            return Replies((), (*refused, *left_out))
+        return Replies(tuple(admitted), tuple(refused), means.results())
 
-    def report(
-        self, replies: Replies | None = None, *, server: Mapping[str, Any] | None = None, **columns: Mapping
-    ) -> RoundReport:
+    def report(self, *replies: Replies, server: Mapping[str, Any] | None = None, **columns: Mapping) -> RoundReport:
         """The record of the current round; a program yields it.
 
         Args:
-            replies: the replies that made the model: who counted, and all their plain values.
+            *replies: the replies that made the model: who counted (that of the last request by default), and all
+                their plain values. Called more than once in a round, the last call says who counted.
             server: plain values of the round.
             **columns: a further value by client, e.g. ``weight={"client_00": 0.2}``.
         """
         report = self._report
-        if replies is not None:
-            report.admitted = replies.clients
-            for reply in replies:
-                report.clients.setdefault(reply.client, {}).update(_scalars(reply.values))
+        if replies:
+            report.admitted = tuple(sorted({c for r in replies for c in r.clients}))
+        for reply in (reply for some in replies for reply in some):
+            report.clients.setdefault(reply.client, {}).update(_scalars(reply.values))
         for name, by_client in columns.items():
             for client, value in by_client.items():
                 report.clients.setdefault(client, {})[name] = value
         report.server.update(server or {})
         return report
+
+    def _open(self) -> None:
+        """Begins a report of what happens after a round that is complete and before the next one."""
+        if self._report.round <= self.state.round and not self._between_rounds:
+            self._report, self._between_rounds = RoundReport(self.state.round), True
 
     def _note(
         self,
@@ -275,19 +295,16 @@ class Server:
     ) -> None:
         report = self._report
         report.asked = tuple(sorted({*report.asked, *asked}))
-        known = {(r.client, r.reason) for r in report.refused}
-        report.refused += tuple(r for r in refused if (r.client, r.reason) not in known)
+        report.refuse(tuple(refused))
         report.admitted = tuple(r.client for r in admitted)
         report.traffic.down += down
         report.traffic.requests += 1
         report.seconds += seconds
 
 
-def _weight(client: str, message: Message, weight: str | Mapping[str, float]) -> float | None:
-    value = message.values.get(weight) if isinstance(weight, str) else weight.get(client)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0:
-        return float(value)
-    return None
+def _form(state: State) -> State:
+    """Names, shapes and types of a state dict, without its numbers."""
+    return {name: tensor.to("meta") for name, tensor in state.items()}
 
 
 def _kept(message: Message, streamed: Sequence[str]) -> Message:

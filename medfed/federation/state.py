@@ -29,12 +29,14 @@ class ServerState:
         round: the last completed round, 0 before the first.
         step: requests sent so far; orders the versions of client memories.
         notes: what a method keeps, by name: each a :class:`Message` of tensors and plain values.
+        once: what :meth:`Server.once` did: after which round, and its share of that round's report.
     """
 
     model: State
     round: int = 0
     step: int = 0
     notes: dict[str, Message] = field(default_factory=dict)
+    once: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def save_state(state: ServerState, folder: Path) -> Path:
@@ -49,7 +51,7 @@ def save_state(state: ServerState, folder: Path) -> Path:
         check_plain(dict(note.values), name)
         values[name] = dict(note.values)
         tensors |= {f"note/{name}/{k}": t for k, t in note.tensors.items()}
-    header = {"round": state.round, "step": state.step, "notes": values}
+    header = {"round": state.round, "step": state.step, "notes": values, "once": state.once}
     return write_tensors(folder / "state.safetensors", tensors, header, keep=folder / "previous.safetensors")
 
 
@@ -73,7 +75,7 @@ def load_state(folder: Path) -> ServerState | None:
             prefix = f"note/{name}/"
             notes[name] = Message({k[len(prefix) :]: t for k, t in tensors.items() if k.startswith(prefix)}, values)
         model = {k[len("model/") :]: t for k, t in tensors.items() if k.startswith("model/")}
-        return ServerState(model, header["round"], header["step"], notes)
+        return ServerState(model, header["round"], header["step"], notes, header.get("once", {}))
     if faults:
         raise FederationError(
             f"no checkpoint can be read: {'; '.join(faults)}.", where=str(folder), fix="Start the run anew."

@@ -103,7 +103,7 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
     for round in server.rounds():
         model = server.model
         probe = settings.probe.ball(round, server.num_rounds)
-        measured = server.ask("sharpness", Message.of(probe, model=model))
+        measured = server.ask("sharpness", Message.of(probe, model=model), numbers=("samples", "sharpness"))
         if not measured:
             yield server.report(measured)
             continue

@@ -116,3 +116,23 @@ def test_folders_of_clients_are_of_their_own_on_every_file_system():
         assert re.fullmatch(r"[a-z0-9~_-]{1,80}", folder)
     assert folders[:2] == ["client_00", "north"]
     assert client_folder(client_folder("North")) != client_folder("North")
+
+
+def test_what_is_read_is_a_copy_so_that_a_resumed_run_knows_the_same(tmp_path):
+    for memory in (ClientMemory(tmp_path), ClientMemory()):
+        given = {"kept": [1]}
+        memory.open(1, 0)
+        memory["labels"], memory["note"] = torch.zeros(2), given
+        memory.save(1)
+        memory.open(2, 1)
+        memory["labels"][0] = 9.0  # not set again
+        memory["note"]["kept"].append(2)
+        given["kept"].append(3)
+        memory.save(2)
+        memory.open(3, 2)
+        assert memory["labels"].tolist() == [0.0, 0.0]
+        assert memory["note"] == {"kept": [1]}
+    again = ClientMemory(tmp_path)
+    again.open(3, 2)
+    assert again["note"] == {"kept": [1]}
+    assert again["labels"].tolist() == [0.0, 0.0]
