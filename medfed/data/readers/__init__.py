@@ -33,5 +33,5 @@ def get_reader(name: str) -> ModuleType:
         ConfigError: no layout has that name.
     """
     if name not in READERS:
-        raise ConfigError(f"There is no reader {name!r}.", where="data.reader", fix=nearest(name, READERS))
+        raise ConfigError(f"there is no reader {name!r}.", where="cohort.reader", fix=nearest(name, READERS))
     return importlib.import_module(READERS[name])
