@@ -199,6 +199,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     cohort = split_cohort(cohort, test_fraction=experiment.condition.test_fraction, seed=experiment.condition.seed)
     train, test = cohort.where(lambda t: t["split"] == "train"), cohort.where(lambda t: t["split"] == "test")
     say(f"{len(cohort)} images usable, {len(cohort.findings.unusable)} not")
+    check_parts(train, test)
     digests = dict(built.digests)
     condition = generate(train, test, experiment.condition, digests={s: digests[s] for s in cohort.table["sample"]})
     check_condition(experiment, condition)
@@ -212,7 +213,11 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         worse = store.ensure(cohort, corruption=corruption, samples=wanted, progress=notify)
         if worse.failures:
             first = worse.failures[0]
-            raise DataError(f"{len(worse.failures)} images cannot be corrupted, first {first.sample}: {first.reason}.")
+            raise DataError(
+                f"{len(worse.failures)} images cannot be corrupted, first {first.sample}: {first.reason}.",
+                where="condition.corruption",
+                fix="Leave them out, or set condition.corruption.domain to image.",
+            )
         corrupted_rows = {s: worse.rows[s] for s in truth.test_samples}
         rows |= {s: worse.rows[s] for s in held}
     return Prepared(
@@ -308,6 +313,24 @@ def corruption_of(experiment: Experiment) -> Corruption | None:
     return None if spec is None else spec.build(experiment.condition.seed)
 
 
+def check_parts(train: Cohort, test: Cohort) -> None:
+    """Refuses a cohort from which nothing can be learnt, or on which nothing can be measured."""
+    for part, name in ((train, "train"), (test, "test")):
+        if not len(part):
+            raise DataError(
+                f"no usable sample is in the {name} split.",
+                where="cohort",
+                fix="Check the split column or folders; without any split a test part is drawn.",
+            )
+    if train.task.kind == "multiclass" and (train.class_counts() > 0).sum() < 2:
+        present = train.task.classes[int(train.class_counts().argmax())]
+        raise DataError(
+            f"the training samples are all of one class ({present!r}), so that nothing can be learnt.",
+            where="cohort",
+            fix="Check the labels with `medfed inspect`.",
+        )
+
+
 def check_condition(experiment: Experiment, condition: Condition) -> None:
     """Refuses what cannot be trained on, before anything starts."""
     truth = condition.truth
@@ -318,8 +341,6 @@ def check_condition(experiment: Experiment, condition: Condition) -> None:
             where="condition",
             fix="Leave their rows out, or check the split column.",
         )
-    if not len(truth.test_samples):
-        raise DataError("the test set is empty.", where="condition", fix="Set condition.test_fraction.")
     if experiment.condition.partition.corrupted and experiment.condition.corruption is None:
         raise ConfigError(
             "clients are to be corrupted, but no corruption is given.",
@@ -357,6 +378,11 @@ def cautions(cohort: Cohort, rows: dict[str, int]) -> list[str]:
     spellings: dict[str, set[str]] = {}
     for client in cohort.table["client"].unique():
         spellings.setdefault("".join(client.casefold().split()), set()).add(client)
+    if wrapped := cohort.findings.corrections.get("rsna_12bit_wrap_suspected"):
+        found.append(
+            f"{wrapped} CT slices may have wrapped at 12 bits: look at them with `medfed inspect`, and consider "
+            "'load::fix_12bit_wrap: true' under overrides"
+        )
     found += [
         f"clients {' and '.join(map(repr, sorted(s)))} differ in capitals or blanks alone"
         for s in spellings.values()

@@ -59,7 +59,7 @@ def split_cohort(
                 f"{groups} {'patients' if group else 'samples'} are too few to set apart a test part of "
                 f"{test_fraction:g}.",
                 where=cohort.name,
-                fix="Choose a larger test fraction" + (", or split without grouping by patient." if group else "."),
+                fix="Choose a larger test fraction (condition.test_fraction), or mark the test samples in the data.",
             )
         test = _greedy(codes, weights, test_fraction, numpy_generator(seed, "test split"))
         split[pool] = np.where(test, "test", "train")

@@ -183,8 +183,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-    return " ".join(str(text).split())[:300] or type(error).__name__
+    told = (getattr(error, name, None) for name in ("reason", "strerror", "what"))
+    text = next(filter(None, told), None) or str(error)
+    return " ".join(str(text).split())[:300].removesuffix(".") or type(error).__name__
 
 
 def auto_workers(workers: int | Literal["auto"]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,19 @@ def test_broken_tables(tmp_path, content, message):
 def test_grades_sort_by_value_and_names_as_text():
     assert natural_order(["10", "2", "1", "2"]) == ["1", "2", "10"]
     assert natural_order(["b", "10", "a"]) == ["10", "a", "b"]
+
+
+def test_links_to_themselves_and_pipes_are_named_and_never_waited_for(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "self.png").symlink_to("self.png")
+    (tmp_path / "self").symlink_to("self")
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe.png")
+    found = scan(tmp_path)
+    assert [p.name for p in found.images] == ["a.png"]
+    assert sorted((os.path.basename(u.path), u.reason) for u in found.unusable) == [
+        ("pipe", "a pipe, socket or device and not a file"),
+        ("pipe.png", "a pipe, socket or device and not a file"),
+        ("self", "link that leads nowhere"),
+        ("self.png", "link that leads nowhere"),
+    ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medfed.data.readers.common import read_table
 from medfed.data.readers.table import Options, read
 from medfed.errors import DataError
 
@@ -207,3 +208,33 @@ def test_repeated_column_names_are_refused(folder):
 def test_class_lists_must_name_each_class_once(classes):
     with pytest.raises(ValueError, match="classes"):
         Options(classes=classes)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_separator_at_the_end_of_rows_shifts_nothing(tmp_path, separator):
+    rows = ["path,label", "a.png,x,", "b.png,y,"]
+    (tmp_path / "t.csv").write_text("\n".join(rows).replace(",", separator))
+    table = read_table(tmp_path / "t.csv")
+    assert table.to_dict("list") == {"path": ["a.png", "b.png"], "label": ["x", "y"]}
+
+
+@pytest.mark.parametrize(("rows", "row"), [(["a,x,1", "b,y,2"], 2), (["a,x,", "b,y,2"], 3), (["a,x,,7", "b,y"], 2)])
+def test_more_values_than_columns_are_refused(tmp_path, rows, row):
+    (tmp_path / "t.csv").write_text("\n".join(["path,label", *rows]))
+    with pytest.raises(DataError, match=f"row {row} has more values than there are columns"):
+        read_table(tmp_path / "t.csv")
+
+
+def test_a_column_without_a_name_is_kept_under_its_number(tmp_path):
+    (tmp_path / "t.csv").write_text(",path,label\n0,a.png,x\n1,b.png\n")
+    table = read_table(tmp_path / "t.csv")
+    assert table.to_dict("list") == {"column 1": ["0", "1"], "path": ["a.png", "b.png"], "label": ["x", ""]}
+
+
+@pytest.mark.parametrize("frame", ["²", "1.5", "-1", "9" * 5000, "१"])
+def test_a_frame_that_is_no_plain_number_is_refused(tmp_path, frame):
+    (tmp_path / "a.png").write_bytes(b"x")
+    (tmp_path / "t.csv").write_text(f"path,label,frame\na.png,x,{frame}\n", encoding="utf-8")
+    with pytest.raises(DataError, match="whole number is expected") as caught:
+        read(tmp_path / "t.csv", Options())
+    assert len(str(caught.value)) < 400

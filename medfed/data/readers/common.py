@@ -35,14 +35,13 @@ SPLITS = {
 MISSING = frozenset({"", "nan", "NaN", "NA", "N/A", "null", "None"})
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame:
+def read_table(path: Path) -> pd.DataFrame:
     """Reads a CSV file with every value as text.
 
     Ids keep leading zeros and ``NA`` stays ``"NA"``.  A byte order mark, semicolons and tabs are accepted.
 
     Args:
         path: the file.
-        columns: read these alone (names as in the file), to save memory on large tables.
 
     Returns:
         The table; column names are stripped of blanks.
@@ -59,18 +58,42 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pd.DataFrame
         names = [n.strip() for n in next(csv.reader([header], delimiter=separator))]
         if twice := sorted({n for n in names if n and names.count(n) > 1}):
             raise DataError(f"The table has several columns named {', '.join(twice)}.", where=str(path))
-        # The empty default keeps short rows as empty text rather than NaN.
+        # The empty default keeps short rows as empty text rather than NaN; without further names pandas would take
+        # the first columns of rows longer than the header for an index, and shift all others.
+        names = [n or f"column {k + 1}" for k, n in enumerate(names)]
+        further = [f"beyond column {len(names) + k}" for k in range(_width(path, separator) - len(names))]
         table = pd.read_csv(
-            path, sep=separator, dtype=str, keep_default_na=False, encoding="utf-8-sig", usecols=columns
-        )
+            path,
+            sep=separator,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+            header=0,
+            names=names + further,
+            index_col=False,
+        ).fillna("")
     except OSError as error:
         raise DataError(f"The table cannot be read: {error.strerror}.", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise DataError("The table is not UTF-8 text.", where=str(path), fix="Save it as CSV UTF-8.") from error
-    except pd.errors.ParserError as error:
+    except (pd.errors.ParserError, csv.Error) as error:
         reason = str(error).strip().removeprefix("Error tokenizing data. C error: ")
         raise DataError(f"The table cannot be parsed: {reason}.", where=str(path)) from error
-    return table.rename(columns=lambda name: str(name).strip()).fillna("")
+    if further and (overlong := (table[further] != "").any(axis=1)).any():
+        raise DataError(
+            f"row {int(overlong.argmax()) + 2} has more values than there are columns.",
+            where=str(path),
+            fix="Put values that hold the separator into quotes.",
+        )
+    return table[names]
+
+
+def _width(path: Path, separator: str) -> int:
+    """Number of values in the first row of a table that has any, header apart."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter=separator)
+        next(rows, None)
+        return len(next((row for row in rows if row), []))
 
 
 def header_of(path: Path) -> list[str]:

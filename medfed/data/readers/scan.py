@@ -110,21 +110,22 @@ def scan(root: Path) -> Scan:
     pending, links = [str(root)], list[str]()
     while pending or links:
         folder = pending.pop() if pending else links.pop()
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in visited:
-            result.unusable.append(Unusable(folder, "link to a folder that was read already"))
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        result.folders.append(os.path.relpath(folder, root).replace(os.sep, "/"))
         try:
-            entries = sorted(os.scandir(folder), key=lambda e: e.name, reverse=True)
+            status = os.stat(folder)
+            if (status.st_dev, status.st_ino) in visited:
+                result.unusable.append(Unusable(folder, "link to a folder that was read already"))
+                continue
+            visited.add((status.st_dev, status.st_ino))
+            result.folders.append(os.path.relpath(folder, root).replace(os.sep, "/"))
+            with os.scandir(folder) as listing:
+                entries = sorted(listing, key=lambda e: e.name, reverse=True)
         except OSError as error:
             result.unusable.append(Unusable(folder, f"folder cannot be read: {error.strerror}"))
             continue
         for entry in entries:
             if _is_system(entry.name):
                 result.system.append(Path(entry.path))
-            elif entry.is_dir():
+            elif _is_folder(entry):
                 (links if entry.is_symlink() else pending).append(entry.path)
             else:
                 _sort_file(entry, result)
@@ -138,10 +139,19 @@ def _is_system(name: str) -> bool:
     return name.startswith(".") or name.lower() in _SYSTEM
 
 
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
 def _sort_file(entry: os.DirEntry[str], result: Scan) -> None:
     path, suffix = Path(entry.path), suffix_of(entry.name)
-    if entry.is_symlink() and not path.exists():
+    if entry.is_symlink() and not os.path.exists(path):
         result.unusable.append(Unusable(entry.path, "link that leads nowhere"))
+    elif not os.path.isfile(path):  # a pipe would be waited for without end
+        result.unusable.append(Unusable(entry.path, "a pipe, socket or device and not a file"))
     elif entry.name.upper() == "DICOMDIR":
         result.unusable.append(Unusable(entry.path, "DICOMDIR, a directory of files and not an image"))
     elif suffix in IMAGE_SUFFIXES:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pydantic import BaseModel
 
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
 from medfed.data.readers.common import (
+    MISSING,
     SPLITS,
     Names,
     Progress,
@@ -253,6 +255,8 @@ def _labels(rows: pd.DataFrame, options: Options, findings: Findings, path: Path
     classes = options.classes or natural_order(text)
     if options.classes is None:
         findings.notes.append(f"classes taken from the labels: {', '.join(classes)} (fix them with options.classes)")
+        if odd := [c for c in classes if c in MISSING]:
+            findings.notes.append(f"{', '.join(odd)} counts as a class of its own, not as a missing label")
     # Rows that were left out keep their place in the count, so that the message names the row of the file.
     every = text.reindex(range(rows.index.max() + 1), fill_value=classes[0])
     return Task("multiclass", tuple(classes)), class_index(list(every), classes, str(path))[rows.index.to_numpy()]
@@ -262,7 +266,7 @@ def _frames(column: pd.Series, path: Path) -> list[int | None]:
     frames: list[int | None] = []
     for row, value in zip(column.index, column):
         text = value.strip()
-        if text and not text.isdigit():
-            raise DataError(f"row {row + 2} has the frame {value!r}; a whole number is expected.", where=str(path))
+        if text and not re.fullmatch("[0-9]{1,9}", text):
+            raise DataError(f"row {row + 2} has the frame {value[:40]!r}; a whole number is expected.", where=str(path))
         frames.append(int(text) if text else None)
     return frames
