@@ -100,7 +100,7 @@ class EvaluationSection(Section):
     """What is measured after a round.
 
     Args:
-        every: rounds between evaluations; the last five rounds and the last one are always evaluated.
+        every: rounds between evaluations; the last rounds (``last``) are always evaluated.
         batch_size: images a forward pass.
         last: rounds averaged for the final table (the paper averages the last five).
         keep_predictions: rounds of per-sample predictions kept on disk (the newest ones).
@@ -124,8 +124,13 @@ class Experiment(Section):
         method: name, or mapping with ``name`` and the method's own settings.
         rounds: communication rounds.
         seed: seeds training; the condition has its own seed, which defaults to this one.
+        participation: who takes part in a round and how long the server waits.
+        engine: where and how fast the federation runs.
+        evaluation: what is measured after a round.
+        tracking: the copy of the records in MLflow.
         output: folder of the runs.
-        cache: folder of the image store; holds prepared images, so treat it like the images themselves.
+        cache: folder of the image store; holds prepared images, so treat it like the images themselves.  By default
+            the environment variable ``MEDFED_CACHE``, else ``~/.cache/medfed``.
     """
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")

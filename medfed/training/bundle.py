@@ -12,7 +12,9 @@ import functools
 import hashlib
 import inspect
 import json
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +43,15 @@ _TASKS = ("multiclass", "multilabel")
 
 
 def bundle_folders() -> list[Path]:
-    """Where bundles that ship with medfed lie: beside the package in a checkout, or in the installation's share."""
-    return [Path(__file__).parents[2] / "bundles", Path(sys.prefix) / "share" / "medfed" / "bundles"]
+    """Where bundles that ship with medfed lie: beside the package in a checkout, else in the installation's share.
+
+    The share of an installation is below the prefix of Python or, after ``pip install --user`` or ``--target``, below
+    the user's base or beside the package.
+    """
+    beside = Path(__file__).parents[2]
+    bases = [sysconfig.get_path("data"), sys.prefix, site.getuserbase(), beside]
+    shares = dict.fromkeys(Path(base) / "share" / "medfed" / "bundles" for base in bases)
+    return [beside / "bundles", *shares]
 
 
 def find_bundle(root: str | Path) -> Path:
