@@ -49,7 +49,7 @@ def bundle_folders() -> list[Path]:
     the user's base or beside the package.
     """
     beside = Path(__file__).parents[2]
-    bases = [sysconfig.get_path("data"), sys.prefix, site.getuserbase(), beside]
+    bases: list[str | Path] = [sysconfig.get_path("data"), sys.prefix, site.getuserbase(), beside]
     shares = dict.fromkeys(Path(base) / "share" / "medfed" / "bundles" for base in bases)
     return [beside / "bundles", *shares]
 
