@@ -60,3 +60,9 @@ def test_sharpness_of_any_size_and_any_q_give_weights(values, q):
     weights = by_sharpness({f"c{i}": s for i, s in enumerate(values)}, q)
     assert sum(weights.values()) == pytest.approx(1.0)
     assert min(weights.values()) >= 0
+
+
+def test_sharpness_near_the_floor_by_hand():
+    # s = (0.5e-9, 0.5, 0.5); with 1e-10 added, 0.6e-9 against 1
+    weights = by_sharpness({"a": 4e-9, "b": 4.0, "c": 4.0}, q=1.0)
+    assert weights["a"] == pytest.approx(0.6e-9, rel=1e-6)
