@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from medfed.config import Experiment, load_experiment, read_yaml, validate
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
+from medfed.engines.planning import available_cores, choose_workers
 from medfed.engines.pool import PoolEngine
 from medfed.errors import FederationError
 from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
 from medfed.federation.loop import Listener, Record, run_rounds
 from medfed.federation.messages import State
+from medfed.federation.participation import round_half_up
 from medfed.federation.server import Engine, Patience, Server
 from medfed.federation.state import ServerState, load_state, save_state, write_tensors
 from medfed.methods.registry import resolve_method
@@ -180,30 +180,23 @@ def new_folder(prepared: Prepared) -> RunFolder:
 def plan_workers(prepared: Prepared) -> tuple[str, int, int]:
     """Device, number of workers and threads a worker.
 
-    ``workers: auto`` trains clients side by side on a CPU when a client's training is worth more than moving its
-    model between processes: bytes of pixels read in training against bytes of the model moved. On a GPU one resident
-    model is the default.
+    ``workers: auto`` trains clients side by side on a CPU where a client's training is worth more than moving its
+    model between processes; see :mod:`medfed.engines.planning`. On a GPU one resident model is the default.
     """
-    engine = prepared.experiment.engine
+    engine, part = prepared.experiment.engine, prepared.experiment.participation
     device = str(resolve_device(engine.device))
-    cores = os.cpu_count() or 1
+    cores = available_cores()
     clients = len(prepared.condition.clients)
-    if engine.workers == "auto":
-        workers = 1 if device != "cpu" or not worth_moving(prepared) else max(1, min(cores, clients))
-    else:
+    asked = max(1, round_half_up(min(part.fraction, 1.0) * clients))
+    if engine.workers != "auto":
         workers = min(engine.workers, clients)
+    elif device != "cpu":
+        workers = 1
+    else:
+        samples = len(prepared.rows) / clients * getattr(prepared.settings, "local_epochs", 1)
+        workers = choose_workers(prepared.bundle, clients=asked, samples=samples, cores=cores)
     threads = max(1, cores // workers) if engine.threads == "auto" else engine.threads
     return device, workers, threads
-
-
-def worth_moving(prepared: Prepared) -> bool:
-    """Whether a client's training costs more than moving its model to another process and back."""
-    model = sum(p.numel() for p in prepared.bundle.build_network(seed=0).parameters())
-    samples = len(prepared.rows) / len(prepared.condition.clients)
-    pixels = float(torch.tensor(prepared.store.images.shape[1:]).prod())
-    # A convolution does far more than one operation a pixel; a model that outweighs its client's pixels is moved
-    # for little work.
-    return samples * pixels * 4 > model
 
 
 def execute(
@@ -299,7 +292,7 @@ def make_engine(
         model_bytes=model_bytes,
         start="fork" if fork else "spawn",
     )
-    return engine, prepared.trainer(device, os.cpu_count())
+    return engine, prepared.trainer(device, available_cores())
 
 
 def host_of_run(path: str, device: str, threads: int) -> ClientHost:
