@@ -178,7 +178,7 @@ def sync(runs: Runs) -> None:
 
 @app.command()
 def demo(
-    kind: Annotated[str, typer.Option(help="Built-in cohort: ct, derm or oct.")] = "ct",
+    kind: Annotated[str, typer.Option(help="Built-in cohort: derm, ct or oct.")] = "derm",
     out: Annotated[Path, typer.Option(help="Folder for images, runs and results.")] = Path("demo"),
     rounds: Annotated[Optional[int], typer.Option(min=1, help="Communication rounds.")] = None,  # noqa: UP045
 ) -> None:
