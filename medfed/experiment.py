@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from medfed.checks import cautions, check_condition, check_parts
 from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
 from medfed.data.readers import get_reader
-from medfed.data.splits import split_cohort, straddling_patients, unite_patients
+from medfed.data.splits import split_cohort, unite_patients
 from medfed.errors import ConfigError, DataError
 from medfed.federation.messages import State
 from medfed.federation.method import Method, MethodSettings
@@ -168,7 +169,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     Args:
         experiment: the validated experiment.
         say: told in one line what is going on.
-        progress: told (what, done, total) while images are decoded.
+        progress: told (what, done, total) while headers and files are read and images are decoded.
 
     Raises:
         MedfedError: anything that is wrong with the input.
@@ -179,7 +180,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     method, settings = resolve_method(experiment.method)
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
-    cohort = read_section(experiment.cohort)
+    cohort = read_section(experiment.cohort, progress)
     if cohort.task.kind not in method.task_kinds:
         raise ConfigError(
             f"{method.name} does not admit {cohort.task.kind} labels.",
@@ -190,8 +191,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     bundle.build_network(seed=0)
     pipeline = bundle.pipeline()
     store = ImageStore.open(experiment.cache_dir, pipeline)
-    notify = (lambda done, total: progress("Decoding", done, total)) if progress else None
-    built = store.ensure(cohort, progress=notify)
+    built = store.ensure(cohort, progress=named(progress, "Decoding"), reading=named(progress, "Reading"))
     cohort = usable(cohort, built.failures, built.corrections)
     cohort.findings.notes.extend(built.notes)
     if experiment.condition.unite_identical:
@@ -209,8 +209,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         truth = condition.truth
         held = [s for s, c in zip(truth.samples, truth.clients) if c in truth.corrupted]
         wanted = sorted({*held, *truth.test_samples})
-        notify = (lambda done, total: progress("Corrupting", done, total)) if progress else None
-        worse = store.ensure(cohort, corruption=corruption, samples=wanted, progress=notify)
+        worse = store.ensure(cohort, corruption=corruption, samples=wanted, progress=named(progress, "Corrupting"))
         if worse.failures:
             first = worse.failures[0]
             raise DataError(
@@ -237,8 +236,17 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     )
 
 
-def read_section(section: CohortSection) -> Cohort:
+def named(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:
+    """The progress of one thing."""
+    return None if progress is None else lambda done, total: progress(what, done, total)
+
+
+def read_section(section: CohortSection, progress: Progress | None = None) -> Cohort:
     """Reads the cohort that the ``cohort`` section of an experiment names.
+
+    Args:
+        section: reader, root and the reader's options.
+        progress: told (what, done, total) while headers are read.
 
     Raises:
         ConfigError: an unknown reader, or an option that it does not have.
@@ -255,7 +263,7 @@ def read_section(section: CohortSection) -> Cohort:
             where=str(section.root),
             fix="Set cohort.root, e.g. with --set cohort.root=/path/to/data.",
         )
-    cohort = reader.read(section.root, options)
+    cohort = reader.read(section.root, options, named(progress, "Headers"))
     if not len(cohort):
         raise DataError("no usable sample was found.", where=str(section.root), fix="Try `medfed inspect` on it.")
     return cohort
@@ -311,84 +319,6 @@ def corruption_of(experiment: Experiment) -> Corruption | None:
     """The corruption of a condition as a function, or None."""
     spec = experiment.condition.corruption
     return None if spec is None else spec.build(experiment.condition.seed)
-
-
-def check_parts(train: Cohort, test: Cohort) -> None:
-    """Refuses a cohort from which nothing can be learnt, or on which nothing can be measured."""
-    for part, name in ((train, "train"), (test, "test")):
-        if not len(part):
-            raise DataError(
-                f"no usable sample is in the {name} split.",
-                where="cohort",
-                fix="Check the split column or folders; without any split a test part is drawn.",
-            )
-    if train.task.kind == "multiclass" and (train.class_counts() > 0).sum() < 2:
-        present = train.task.classes[int(train.class_counts().argmax())]
-        raise DataError(
-            f"the training samples are all of one class ({present!r}), so that nothing can be learnt.",
-            where="cohort",
-            fix="Check the labels with `medfed inspect`.",
-        )
-
-
-def check_condition(experiment: Experiment, condition: Condition) -> None:
-    """Refuses what cannot be trained on, before anything starts."""
-    truth = condition.truth
-    empty = [c for c in condition.clients if not (truth.clients == c).any()]
-    if empty:
-        raise DataError(
-            f"{len(empty)} clients have no training sample, first '{empty[0]}'.",
-            where="condition",
-            fix="Leave their rows out, or check the split column.",
-        )
-    if experiment.condition.partition.corrupted and experiment.condition.corruption is None:
-        raise ConfigError(
-            "clients are to be corrupted, but no corruption is given.",
-            where="condition.corruption",
-            fix="Add e.g. corruption: {kind: gaussian_noise, severity: 3}.",
-        )
-    quorum, clients = experiment.participation.quorum, len(condition.clients)
-    asked = max(1, int(experiment.participation.fraction * clients + 0.5))
-    if quorum > asked:
-        raise ConfigError(
-            f"a quorum of {quorum} can never be reached: {asked} of {clients} clients are asked in a round.",
-            where="participation.quorum",
-            fix="Lower the quorum or raise the fraction.",
-        )
-
-
-def cautions(cohort: Cohort, rows: dict[str, int]) -> list[str]:
-    """What is odd about patients, pictures and names; ``rows`` are equal where pictures are identical."""
-    found = []
-    straddling = straddling_patients(cohort)
-    if len(straddling):
-        found.append(f"{len(straddling)} patients are on more than one side of the split")
-    unused = int(cohort.table["split"].eq("val").sum())
-    if unused:
-        found.append(f"{unused} validation samples are used neither for training nor for testing")
-    sides: dict[int, set[str]] = {}
-    labels: dict[int, set[str]] = {}
-    for sample, split, label in zip(cohort.table["sample"], cohort.table["split"], cohort.labels.tolist()):
-        sides.setdefault(rows[sample], set()).add(split)
-        labels.setdefault(rows[sample], set()).add(str(label))
-    if both := sum({"train", "test"} <= s for s in sides.values()):
-        found.append(f"{both} identical pictures are in both training and test set")
-    if torn := sum(len(s) > 1 for s in labels.values()):
-        found.append(f"{torn} identical pictures carry different labels")
-    spellings: dict[str, set[str]] = {}
-    for client in cohort.table["client"].unique():
-        spellings.setdefault("".join(client.casefold().split()), set()).add(client)
-    if wrapped := cohort.findings.corrections.get("rsna_12bit_wrap_suspected"):
-        found.append(
-            f"{wrapped} CT slices may have wrapped at 12 bits: look at them with `medfed inspect`, and consider "
-            "'load::fix_12bit_wrap: true' under overrides"
-        )
-    found += [
-        f"clients {' and '.join(map(repr, sorted(s)))} differ in capitals or blanks alone"
-        for s in spellings.values()
-        if len(s) > 1
-    ]
-    return found
 
 
 def data_hash(cohort: Cohort, digests: dict[str, str]) -> str:

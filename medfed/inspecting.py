@@ -41,7 +41,8 @@ def inspect(source: Path, reader: str, out: Path, sets: list[str], screen: Scree
     shows: dict[str, Any] = {}
     if source.suffix.lower() in (".yaml", ".yml"):
         experiment = load_experiment(source, sets)
-        cohort = read_section(experiment.cohort)
+        with screen:
+            cohort = read_section(experiment.cohort, screen.progress)
         pipeline = load_bundle(experiment, cohort.task).pipeline()
         options = getattr(pipeline.load, "options", None)
         shows = {
@@ -53,7 +54,8 @@ def inspect(source: Path, reader: str, out: Path, sets: list[str], screen: Scree
             raise DataError("there is no such folder or file.", where=str(source), fix="Check the path.")
         section = {"reader": reader, "root": str(source), **apply_sets({}, sets)}
         try:
-            cohort = read_section(CohortSection.model_validate(section))
+            with screen:
+                cohort = read_section(CohortSection.model_validate(section), screen.progress)
         except ValidationError as error:
             raise ConfigError("; ".join(explain(error, CohortSection)), where="--set") from None
     with screen:

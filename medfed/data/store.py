@@ -150,6 +150,7 @@ class ImageStore:
         samples: Iterable[str] | None = None,
         workers: int | Literal["auto"] = "auto",
         progress: Progress | None = None,
+        reading: Progress | None = None,
     ) -> Built:
         """Makes the records that are missing.
 
@@ -163,6 +164,7 @@ class ImageStore:
             samples: ids of those wanted; all by default.
             workers: processes that decode; ``auto`` takes the processors there are.
             progress: called with (done, total) while records are made.
+            reading: called with (done, total) while files that are new or changed are read to know their content.
 
         Returns:
             Rows and findings.  A file that cannot be used is a failure with its reason, which is remembered
@@ -178,7 +180,7 @@ class ImageStore:
             count = auto_workers(workers)
             with self._locked():
                 self._repair()
-                wanted.digest(self._index, count)
+                wanted.digest(self._index, count, reading)
                 self._build(wanted, corruption, count, progress, done)
             self._images = None
         return self._collect(wanted, corruption, done)
@@ -250,9 +252,8 @@ class ImageStore:
                         row += self._commit(file, variant, images, failures)
                         since = time.monotonic()
                 self._commit(file, variant, images, failures)
-        except (OSError, sqlite3.OperationalError) as error:
-            full = error.errno in FULL if isinstance(error, OSError) else "full" in str(error)
-            if not full:
+        except (OSError, sqlite3.Error) as error:
+            if not _is_full(error):
                 raise
             raise self._disk_full(len(jobs) * self.pipeline.nbytes) from error
 
@@ -297,13 +298,16 @@ class ImageStore:
         try:
             with self._lock.acquire(timeout=timeout):
                 yield
-        except OSError as error:
-            if isinstance(error, Timeout) or error.errno not in (errno.EACCES, errno.EROFS, errno.EPERM):
-                raise
+        except Timeout:
+            raise
+        except (OSError, sqlite3.Error) as error:
+            # What is wrong with an image's file is a reason of that image: what comes up to here is the store's.
+            if _is_full(error):
+                raise self._disk_full() from error
             raise DataError(
-                f"The image store cannot be written: {error.strerror}.",
+                f"The image store cannot be written: {getattr(error, 'strerror', None) or error}.",
                 where=str(self.folder),
-                fix="Set another cache.",
+                fix="Set another cache, or delete the folder: it is made again.",
             ) from error
 
     def _check_meta(self) -> None:
@@ -317,6 +321,8 @@ class ImageStore:
             temporary.write_text(json.dumps(meta), encoding="utf-8")
             os.replace(temporary, file)
             return
+        if not isinstance(found, dict):
+            found = {}
         if found != meta:
             raise DataError(
                 f"The image store holds {found.get('dtype')} records of shape {found.get('shape')}, but the pipeline "
@@ -348,13 +354,17 @@ class ImageStore:
         if size > count * self.pipeline.nbytes:
             os.truncate(self._bin, count * self.pipeline.nbytes)  # the uncommitted tail of a killed build
 
-    def _disk_full(self, need: int) -> DataError:
-        free = shutil.disk_usage(self.folder).free
+    def _disk_full(self, need: int | None = None) -> DataError:
+        free = f"{shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free"
         return DataError(
-            f"The disk is full: the image store needs {need / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free.",
+            f"The disk is full: {'' if need is None else f'the image store needs {need / 1e6:,.1f} MB, '}{free}.",
             where=str(self.folder),
             fix="Free some space or set another cache; what was made is kept.",
         )
+
+
+def _is_full(error: Exception) -> bool:
+    return error.errno in FULL if isinstance(error, OSError) else "is full" in str(error)
 
 
 def describe(cache: Path | str) -> list[StoreSize]:

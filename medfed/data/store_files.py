@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,6 +12,8 @@ from medfed.data.cohort import Cohort
 from medfed.data.store_build import Job
 from medfed.data.store_index import Index, Key
 from medfed.errors import DataError, nearest
+
+BATCH = 512
 
 
 @dataclass
@@ -49,25 +51,28 @@ class Wanted:
             else:
                 self.stale[path] = (stat.st_size, stat.st_mtime_ns)
 
-    def digest(self, index: Index, workers: int) -> None:
-        """Reads the files that are new or changed, and remembers their digests."""
+    def digest(self, index: Index, workers: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Reads the files that are new or changed, and remembers their digests.
 
-        def digest(path: str) -> str | OSError:
-            try:
-                return file_digest(path)
-            except OSError as error:
-                return error
-
+        Args:
+            index: where they are remembered, batch by batch: a call that is broken off need not begin anew.
+            workers: files read at the same time.
+            progress: called with (files read, files to read).
+        """
+        paths = list(self.stale)
         with ThreadPoolExecutor(workers) as pool:
-            results = dict(zip(self.stale, pool.map(digest, self.stale)))
-        for path, result in results.items():
-            if isinstance(result, OSError):
-                self.unreadable[path] = result.strerror or type(result).__name__
-            else:
-                self.digests[path] = result
-        index.remember_files(
-            (path, *self.stale[path], result) for path, result in results.items() if isinstance(result, str)
-        )
+            for start in range(0, len(paths), BATCH):
+                batch = paths[start : start + BATCH]
+                seen = []
+                for path, (digest, reason) in zip(batch, pool.map(_try_digest, batch)):
+                    if reason:
+                        self.unreadable[path] = reason
+                    else:
+                        self.digests[path] = digest
+                        seen.append((path, *self.stale[path], digest))
+                index.remember_files(seen)
+                if progress:
+                    progress(start + len(batch), len(paths))
 
     def keyed(self) -> Iterator[tuple[str, str, Key]]:
         """Sample, path and key of each sample whose file could be read."""
@@ -102,6 +107,14 @@ def select(cohort: Cohort, samples: Iterable[str] | None) -> Wanted:
             )
         table = table[table["sample"].isin(chosen)]
     return Wanted(table["sample"].tolist(), [str(p) for p in table["path"]], [int(f) for f in table["frame"]])
+
+
+def _try_digest(path: str) -> tuple[str, str]:
+    """The digest, or the reason why there is none."""
+    try:
+        return file_digest(path), ""
+    except OSError as error:
+        return "", error.strerror or type(error).__name__
 
 
 def file_digest(path: str) -> str:

@@ -1,7 +1,7 @@
 """The paired comparison of runs: methods against each other on the very same conditions.
 
-A *condition* is the partition, the corruption and the initial model; its hash is recorded with every run.
-Two runs with the same seed are compared only where that hash is the same, since otherwise the difference is not
+A *condition* is the partition, the corruption and the initial model; their hashes are recorded with every run.
+Two runs with the same seed are compared only where these are the same, since otherwise the difference is not
 the method's.
 """
 
@@ -233,7 +233,7 @@ def _differences(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def unpaired(groups: dict[str, list[Run]]) -> list[str]:
-    """Why runs cannot be paired by seed: conditions that differ or were not recorded, a seed twice."""
+    """Why runs cannot be paired by seed: conditions or initial models that differ, none recorded, a seed twice."""
     reasons = []
     by_seed: dict[Any, list[tuple[str, Run]]] = defaultdict(list)
     for method, members in groups.items():
@@ -244,6 +244,10 @@ def unpaired(groups: dict[str, list[Run]]) -> list[str]:
         if len(entries) > 1 and (len(hashes) > 1 or any(not r.meta.get("condition_hash") for _, r in entries)):
             who = ", ".join(f"{r.folder} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
             reasons.append(f"with seed {seed} the conditions of {who} are not the same")
+        models = {m for _, r in entries if (m := r.meta.get("initial_model_hash"))}
+        if len(models) > 1:
+            who = ", ".join(f"{r.folder} ({str(r.meta.get('initial_model_hash'))[:12]})" for _, r in entries)
+            reasons.append(f"with seed {seed} the initial models of {who} are not the same")
         for method in groups:
             twice = [r.folder for m, r in entries if m == method]
             if len(twice) > 1:

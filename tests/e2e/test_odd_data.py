@@ -10,7 +10,7 @@ from conftest import changed
 from PIL import Image
 
 from medfed.config import validate
-from medfed.errors import FederationError
+from medfed.errors import DataError, FederationError
 from medfed.experiment import load_bundle, prepare, read_section
 from medfed.inspecting import pictures
 from medfed.running import check_unchanged
@@ -88,6 +88,7 @@ def test_a_picture_that_shows_nothing_unites_nobody(data, tmp_path):
     rows += [(f"black{k}.png", "xy"[k % 2], f"p{k}", "", "") for k in range(12)]
     prepared = prepare(table_of(data, tmp_path, rows))
     assert not [n for n in prepared.findings.notes if "patient id" in n]
+    assert not any("name no patient" in w for w in prepared.warnings)
     assert any("1 identical pictures carry different labels" in w for w in prepared.warnings)
 
 
@@ -132,3 +133,19 @@ def test_the_picture_sheet_shows_what_a_run_will_see(data, domain):
         for shown, row in (("pipeline", prepared.clean_rows), ("corrupted", prepared.corrupted_rows)):
             seen = np.rint(show[shown](path, 0) * 255).astype(np.uint8)
             np.testing.assert_array_equal(seen, prepared.store.images[row[sample]])
+
+
+def test_what_spoils_a_result_is_refused_or_said(data, tmp_path):
+    files = [f"{k}.png" for k in range(16)]
+    pictures_in(tmp_path, files)
+    plain = [(f, "ab"[k % 2], "", "", "") for k, f in enumerate(files)]
+    for rows, words in (
+        ([(f, "a", *rest) for f, _, *rest in plain], "all of one class ('a')"),
+        ([(*row[:4], "test") for row in plain], "no usable sample is in the train split"),
+        (plain[:2], "too few to set apart a test part"),
+    ):
+        with pytest.raises(DataError) as caught:
+            prepare(table_of(data, tmp_path, rows))
+        assert words in str(caught.value)
+    warnings = prepare(table_of(data, tmp_path, plain)).warnings
+    assert any("16 of 16 samples name no patient" in w for w in warnings)

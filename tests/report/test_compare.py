@@ -144,6 +144,17 @@ def test_different_conditions_of_one_seed_are_refused_with_names(make):
     assert "difference" not in result.to_markdown().split("not paired")[0]
 
 
+def test_different_initial_models_of_one_seed_are_refused_with_names(make):
+    one, same, other = (
+        load_run(make(m, [record(1)], method=m, initial_model_hash=digit * 64)) for m, digit in zip("abc", "112")
+    )
+    silent = load_run(make("d", [record(1)], method="d"))  # did not record it
+    assert compare([one, same, silent]).paired
+    with pytest.raises(MedfedError, match=r"initial models of a \(1{12}\), c \(2{12}\) are not the same"):
+        compare([one, other])
+    assert not compare([one, other], allow_unpaired=True).paired
+
+
 def test_unrecorded_conditions_cannot_be_paired(make):
     runs = [load_run(make(m, [record(1)], method=m, condition_hash=None)) for m in "ab"]
     with pytest.raises(MedfedError, match="no condition recorded"):

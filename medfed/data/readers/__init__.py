@@ -1,7 +1,7 @@
 """Readers: one public layout of files and tables a module, each turning a folder into a cohort.
 
 A reader module has ``class Options(pydantic.BaseModel, extra="forbid")`` and
-``read(root: Path, options: Options) -> Cohort``.
+``read(root: Path, options: Options, progress: Progress | None = None) -> Cohort``.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
 from medfed.data.readers.common import (
     MISSING,
+    Progress,
     build_cohort,
     class_index,
     drop_repeated,
@@ -53,12 +54,13 @@ class Options(BaseModel, extra="forbid"):
     images: Path | None = None
 
 
-def read(root: Path, options: Options) -> Cohort:
+def read(root: Path, options: Options, progress: Progress | None = None) -> Cohort:
     """Reads ISIC 2019 or HAM10000, whichever label table is found (ISIC 2019 first).
 
     Args:
         root: the folder with tables and images, at any depth.
         options: see :class:`Options`.
+        progress: not called, since no header is read here.
 
     Raises:
         DataError: no label table, an unknown class, no image, or no centre where centres are asked for.

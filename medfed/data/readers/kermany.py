@@ -17,7 +17,7 @@ import pandas as pd
 from pydantic import BaseModel
 
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
-from medfed.data.readers.common import SPLITS, build_cohort
+from medfed.data.readers.common import SPLITS, Progress, build_cohort
 from medfed.data.readers.scan import Scan, scan, stem_of
 from medfed.errors import DataError
 
@@ -38,12 +38,13 @@ class Options(BaseModel, extra="forbid"):
     val: Literal["merge", "keep", "drop"] = "merge"
 
 
-def read(root: Path, options: Options) -> Cohort:
+def read(root: Path, options: Options, progress: Progress | None = None) -> Cohort:
     """Reads OCT2017.
 
     Args:
         root: the folder that holds the tree, at any depth.
         options: see :class:`Options`.
+        progress: not called, since no header is read here.
 
     Raises:
         DataError: there are no images in class folders of the four classes.

@@ -1,0 +1,92 @@
+"""What is refused, and what a person is told, before a run starts."""
+
+from __future__ import annotations
+
+from medfed.config import Experiment
+from medfed.data.cohort import Cohort
+from medfed.data.condition import Condition
+from medfed.data.splits import straddling_patients
+from medfed.errors import ConfigError, DataError
+
+
+def check_parts(train: Cohort, test: Cohort) -> None:
+    """Refuses a cohort from which nothing can be learnt, or on which nothing can be measured."""
+    for part, name in ((train, "train"), (test, "test")):
+        if not len(part):
+            raise DataError(
+                f"no usable sample is in the {name} split.",
+                where="cohort",
+                fix="Check the split column or folders; without any split a test part is drawn.",
+            )
+    if train.task.kind == "multiclass" and (train.class_counts() > 0).sum() < 2:
+        present = train.task.classes[int(train.class_counts().argmax())]
+        raise DataError(
+            f"the training samples are all of one class ({present!r}), so that nothing can be learnt.",
+            where="cohort",
+            fix="Check the labels with `medfed inspect`.",
+        )
+
+
+def check_condition(experiment: Experiment, condition: Condition) -> None:
+    """Refuses what cannot be trained on, before anything starts."""
+    truth = condition.truth
+    empty = [c for c in condition.clients if not (truth.clients == c).any()]
+    if empty:
+        raise DataError(
+            f"{len(empty)} clients have no training sample, first '{empty[0]}'.",
+            where="condition",
+            fix="Leave their rows out, or check the split column.",
+        )
+    if experiment.condition.partition.corrupted and experiment.condition.corruption is None:
+        raise ConfigError(
+            "clients are to be corrupted, but no corruption is given.",
+            where="condition.corruption",
+            fix="Add e.g. corruption: {kind: gaussian_noise, severity: 3}.",
+        )
+    quorum, clients = experiment.participation.quorum, len(condition.clients)
+    asked = max(1, int(experiment.participation.fraction * clients + 0.5))
+    if quorum > asked:
+        raise ConfigError(
+            f"a quorum of {quorum} can never be reached: {asked} of {clients} clients are asked in a round.",
+            where="participation.quorum",
+            fix="Lower the quorum or raise the fraction.",
+        )
+
+
+def cautions(cohort: Cohort, rows: dict[str, int]) -> list[str]:
+    """What is odd about patients, pictures and names; ``rows`` are equal where pictures are identical."""
+    found = []
+    straddling = straddling_patients(cohort)
+    if len(straddling):
+        found.append(f"{len(straddling)} patients are on more than one side of the split")
+    if alone := int((cohort.table["patient"] == cohort.table["sample"]).sum()):
+        found.append(
+            f"{alone} of {len(cohort)} samples name no patient and count as one each: "
+            "images of one person may be on both sides of the split"
+        )
+    unused = int(cohort.table["split"].eq("val").sum())
+    if unused:
+        found.append(f"{unused} validation samples are used neither for training nor for testing")
+    sides: dict[int, set[str]] = {}
+    labels: dict[int, set[str]] = {}
+    for sample, split, label in zip(cohort.table["sample"], cohort.table["split"], cohort.labels.tolist()):
+        sides.setdefault(rows[sample], set()).add(split)
+        labels.setdefault(rows[sample], set()).add(str(label))
+    if both := sum({"train", "test"} <= s for s in sides.values()):
+        found.append(f"{both} identical pictures are in both training and test set")
+    if torn := sum(len(s) > 1 for s in labels.values()):
+        found.append(f"{torn} identical pictures carry different labels")
+    spellings: dict[str, set[str]] = {}
+    for client in cohort.table["client"].unique():
+        spellings.setdefault("".join(client.casefold().split()), set()).add(client)
+    if wrapped := cohort.findings.corrections.get("rsna_12bit_wrap_suspected"):
+        found.append(
+            f"{wrapped} CT slices may have wrapped at 12 bits: look at them with `medfed inspect`, and consider "
+            "'load::fix_12bit_wrap: true' under overrides"
+        )
+    found += [
+        f"clients {' and '.join(map(repr, sorted(s)))} differ in capitals or blanks alone"
+        for s in spellings.values()
+        if len(s) > 1
+    ]
+    return found
