@@ -39,15 +39,15 @@ def check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch
 def first_bad_tensor(tensors: Mapping[str, torch.Tensor]) -> str | None:
     """The name of the first tensor that holds a NaN or an infinity, or None.
 
-    A sum is finite only if every term is (or terms overflow), so most tensors are read once; a non-finite sum is
-    then looked at element by element.
+    A norm is finite only if every element is (or squares overflow), so most replies are read once; only where a norm
+    is not finite is it looked at element by element.
     """
-    for name, tensor in tensors.items():
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            continue
-        if not torch.isfinite(tensor.sum()).item() and not torch.isfinite(tensor).all().item():
-            return name
-    return None
+    inexact = {n: t.detach() for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+    if not inexact:
+        return None
+    norms = torch.stack([n.double() for n in torch._foreach_norm(list(inexact.values()))])
+    suspects = [n for n, finite in zip(inexact, torch.isfinite(norms).tolist()) if not finite]
+    return next((n for n in suspects if not torch.isfinite(inexact[n]).all().item()), None)
 
 
 def check_reply(
