@@ -131,12 +131,14 @@ class Inspection:
 
         summary = self.summary()
         splits = list(dict.fromkeys(self.counts["split"]))
-        table = Table("class", *(s or "no split" for s in splits), title=f"{self.cohort.name}: samples")
+        table = Table("class", title=f"{self.cohort.name}: samples", title_justify="left")
+        for split in splits:
+            table.add_column(split or "no split", justify="right")
         for name in self.cohort.task.classes:
             rows = self.counts[self.counts["class"] == name]
             table.add_row(name, *(f"{rows.loc[rows['split'] == s, 'samples'].sum():,}" for s in splits))
         console.print(table)
-        facts = Table(show_header=False, title="what was found")
+        facts = Table(show_header=False, title="what was found", title_justify="left")
         spread = summary["samples_per_patient"]
         facts.add_row("samples", f"{summary['samples']:,} ({self.decoded:,} of them decoded)")
         each = f"{spread['min']} to {spread['max']}, median {spread['median']:g}"

@@ -29,12 +29,14 @@ def summary_table(run: Run, last: int = LAST) -> Table:
     # Without lines between the columns the longest name of a metric fits into 80 characters.
     table = Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=0)
     table.add_column("", no_wrap=True)
-    for column in COLUMNS:
+    keys = choose(run.metrics())
+    columns = [c for c in COLUMNS if not keys or any(run.final(f"{c}/{key}", last).rounds for key in keys)]
+    for column in columns:
         table.add_column(COLUMN_LABELS[column], justify="right")
     partial = False
-    for key in choose(run.metrics()):
+    for key in keys:
         cells = []
-        for column in COLUMNS:
+        for column in columns:
             final = run.final(f"{column}/{key}", last)
             short = bool(final.rounds) and not final.complete and final.value is not None
             partial |= short

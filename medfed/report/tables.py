@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, metric
@@ -69,9 +69,15 @@ def sections(comparison: Comparison, name: str) -> list[Section]:
     return tables
 
 
-def legend() -> str:
+def legend(columns: Sequence[str] = COLUMNS) -> str:
     """What the columns are."""
-    return "; ".join(f"{COLUMN_LABELS[c]}: {COLUMN_MEANINGS[c]}" for c in COLUMNS) + "."
+    return "; ".join(f"{COLUMN_LABELS[c]}: {COLUMN_MEANINGS[c]}" for c in columns) + "."
+
+
+def measured(comparison: Comparison) -> list[str]:
+    """The columns in which anything is defined: without a corruption there is nothing to compare with."""
+    filled = {column for (_, _, column), cell in comparison.cells.items() if cell.per_run}
+    return [c for c in COLUMNS if c in filled] or list(COLUMNS)
 
 
 def on_terminal(comparison: Comparison, name: str, pooled: bool = False) -> list[Section]:
@@ -93,6 +99,7 @@ def render(comparison: Comparison, console: Console, pooled: bool = False) -> No
     from rich.table import Table
     from rich.text import Text
 
+    columns = measured(comparison)
     for name in comparison.metrics:
         for caption, methods, write in on_terminal(comparison, name, pooled):
             console.print(Text(f"\n{caption}"))
@@ -100,11 +107,11 @@ def render(comparison: Comparison, console: Console, pooled: bool = False) -> No
             wide = any(comparison.cell(m, name, c).std is not None for m in methods for c in COLUMNS)
             table = Table(box=SIMPLE_HEAD, padding=0 if wide or write is not by_seeds else (0, 1))
             table.add_column("method", overflow="fold")
-            for column in COLUMNS:
+            for column in columns:
                 table.add_column(COLUMN_LABELS[column], justify="right", no_wrap=True)
             for method in methods:
                 cells = []
-                for column in COLUMNS:
+                for column in columns:
                     cell = comparison.cell(method, name, column)
                     style = {1: "bold", 2: "underline"}.get(cell.rank or 0, "")
                     text = write(name, cell)
@@ -115,7 +122,7 @@ def render(comparison: Comparison, console: Console, pooled: bool = False) -> No
             console.print(table)
     if len(comparison.methods) > 1 and console.is_terminal:
         console.print(Text("Best in bold, second best underlined."))
-    console.print(Text(legend()))
+    console.print(Text(legend(columns)))
     for note in comparison.notes:
         console.print(Text(f"! {note}"))
 

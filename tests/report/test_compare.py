@@ -249,6 +249,20 @@ def test_terminal_shows_two_short_tables_a_metric(result, width):
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_columns_without_anything_are_left_out(make):
+    def clean_alone(level):
+        r = record(1, level)
+        del r["evaluation"]["corrupted"]
+        return [r]
+
+    runs = [load_run(make(m, clean_alone(0.5), method=m)) for m in "ab"]
+    text = on_terminal(compare(runs), 80)
+    assert "clean" in text
+    assert "worst client" in text
+    for absent in ("corrupted", "average", "gap"):
+        assert absent not in text
+
+
 def test_pooled_form_is_shown_when_asked_for(result):
     text = on_terminal(result, 80, pooled=True)
     assert "53.00 ± 3.11" in text

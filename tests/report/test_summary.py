@@ -43,6 +43,15 @@ def test_summary_table_holds_the_means_of_the_last_five(make):
     assert "last 5 of 6" in text
 
 
+def test_summary_table_of_a_run_without_corruption_has_no_empty_columns(make):
+    bare = record(1)
+    del bare["evaluation"]["corrupted"]
+    text = printed(summary_table(load_run(make("run", [bare]))))
+    assert "worst client" in text
+    assert "corrupted" not in text
+    assert "gap" not in text
+
+
 def test_summary_table_says_what_is_not_whole(make):
     run = load_run(make("run", [record(1, 0.4), record(2, None)], rounds=8, status="running"))
     text = printed(summary_table(run))
