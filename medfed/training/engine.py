@@ -12,6 +12,7 @@ from monai.engines import SupervisedTrainer
 from torch import nn
 
 from medfed.training.objectives import Objective
+from medfed.training.steps import Parts
 
 Step = Callable[[Any, Any], dict[str, Any]]
 
@@ -41,6 +42,7 @@ class ClientTrainer(SupervisedTrainer):
         )
         # One line an epoch for each of hundreds of clients says nothing.
         self.logger.setLevel(logging.WARNING)
+        self.parts = Parts(network)
         self.objective: Objective | None = None
         self.step: Step | None = None
         self.on_output: Callable[[Any, dict[str, Any]], None] | None = None
@@ -75,6 +77,15 @@ class ClientTrainer(SupervisedTrainer):
             self.optimizer = self.objective = self.step = self.on_output = None  # type: ignore[assignment]
             self.state.output = self.state.batch = None
             self.data_loader = self.state.dataloader = []
+
+    def fire_event(self, event_name: Any) -> None:
+        """Fires an event; nothing where nobody listens, which saves small networks a tenth of their time."""
+        if self._event_handlers:
+            super().fire_event(event_name)
+
+    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
+        if self._event_handlers:
+            super()._fire_event(event_name, *event_args, **event_kwargs)
 
 
 def _dispatch(engine: Any, batchdata: Any) -> dict[str, Any]:

@@ -113,8 +113,7 @@ class LocalTrainer:
                 fix="Server and client must use the same bundle and overrides.",
             )
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(state[name])
+            torch._foreach_copy_(list(own.values()), [state[name] for name in own])
 
     def state(self) -> State:
         """The network's state dict as views: they change with the next step or load.  Clone what must last.

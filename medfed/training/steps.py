@@ -12,6 +12,7 @@ other trainer it is the engine's ``loss_function`` of the network's prediction.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -51,6 +52,34 @@ class Snapshot:
         """Puts the last saved values back."""
         for live, kept in self._groups:
             torch._foreach_copy_(live, kept)
+
+
+class Parts:
+    """The trainable parameters of a network and room for copies, found and made once for all clients.
+
+    Args:
+        network: the network.
+    """
+
+    def __init__(self, network: nn.Module):
+        self.network = network
+        self.params = [p for p in network.parameters() if p.requires_grad]
+        self._buffers = list(network.buffers())
+
+    @functools.cached_property
+    def before(self) -> Snapshot:
+        """Buffers as they were before a step."""
+        return Snapshot(self._buffers)
+
+    @functools.cached_property
+    def between(self) -> Snapshot:
+        """Buffers as they were between the two passes of a step."""
+        return Snapshot(self._buffers)
+
+    @functools.cached_property
+    def weights(self) -> Snapshot:
+        """Weights before their perturbation."""
+        return Snapshot(self.params)
 
 
 class PlainStep:
@@ -102,11 +131,13 @@ class PlainStep:
                 where="accumulation_steps",
                 fix="Set it to 1, or enlarge batch_size.",
             )
-        self._network = engine.network
-        self._params = [p for p in engine.network.parameters() if p.requires_grad]
+        # medfed's own trainer has them from the client before.
+        parts = getattr(engine, "parts", None)
+        self._parts = Parts(engine.network) if parts is None or parts.network is not engine.network else parts
+        self._network, self._params = engine.network, self._parts.params
         if not self._params:
             raise ConfigError("the network has no trainable parameter.", where="network")
-        self._before = Snapshot(engine.network.buffers())
+        self._before = self._parts.before
 
     def _clear(self) -> None:
         for param in self._params:
@@ -156,8 +187,7 @@ class SharpnessAwareStep(PlainStep):
 
     def _attach(self, engine: Any) -> None:
         super()._attach(engine)
-        self._weights = Snapshot(self._params)
-        self._between = Snapshot(engine.network.buffers())
+        self._weights, self._between = self._parts.weights, self._parts.between
 
     def _adjust(self, engine: Any, compute: Callable[[], torch.Tensor], output: dict[str, Any]) -> None:
         # Under a loss scale both gradients carry it: the perturbation does not depend on it where the loss carries it
