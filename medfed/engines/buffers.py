@@ -41,6 +41,7 @@ class SharedBuffer:
         self._size = 0
         self._map: mmap.mmap | None = None
         self._bytes: torch.Tensor | None = None
+        self._views: tuple[Layout, dict[str, torch.Tensor]] | None = None
 
     def _ensure(self, size: int) -> torch.Tensor:
         if self._bytes is None or self._size < size:
@@ -55,13 +56,15 @@ class SharedBuffer:
             finally:
                 os.close(handle)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-            self._size = on_disk
+            self._size, self._views = on_disk, None
         return self._bytes
 
     def views(self, layout: Layout, size: int) -> dict[str, torch.Tensor]:
-        """The tensors of a layout as views of the buffer."""
+        """The tensors of a layout as views of the buffer; those of the last layout are kept."""
         if not layout:
             return {}
+        if self._views is not None and self._views[0] == layout:
+            return self._views[1]
         block = self._ensure(max(size, 1))
         views = {}
         for name, dtype, shape, offset in layout:
@@ -71,18 +74,21 @@ class SharedBuffer:
                 count *= n
             length = count * torch.empty((), dtype=kind).element_size()
             views[name] = block[offset : offset + length].view(kind).view(shape)
+        self._views = (layout, views)
         return views
 
     def pack(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Layout, int]:
         """Copies tensors into the buffer and returns their layout."""
         layout, size = layout_of(tensors)
-        for name, view in self.views(layout, size).items():
-            view.copy_(tensors[name].detach())
+        views = self.views(layout, size)
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_([views[name] for name in tensors], list(tensors.values()))
         return layout, size
 
     def remove(self) -> None:
         """Deletes the backing file; views stay valid until they are dropped."""
-        self._bytes = None
+        self._bytes = self._views = None
         self.path.unlink(missing_ok=True)
 
 
@@ -106,6 +112,6 @@ def decode(data: bytes) -> dict[str, Any]:
     return json.loads(data)
 
 
-def message_fields(message: Message, layout: Layout, size: int) -> dict[str, Any]:
-    """What a control message says of a message whose tensors lie in a buffer."""
+def message_fields(message: Message, layout: Layout | None, size: int) -> dict[str, Any]:
+    """What a control message says of a message whose tensors lie in a buffer; no layout where it is the last one."""
     return {"values": dict(message.values), "layout": layout, "size": size}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from medfed.engines.buffers import SharedBuffer, decode, encode, message_fields, scratch_folder
+from medfed.engines.buffers import Layout, SharedBuffer, decode, encode, message_fields, scratch_folder
 from medfed.engines.host import ClientHost
 from medfed.errors import FederationError
 from medfed.federation.client import Request
@@ -60,6 +60,7 @@ class PoolEngine:
         self._folder = scratch_folder(model_bytes * (1 + workers * self._slots))
         self._down = SharedBuffer(self._folder / "down")
         self._up = [[SharedBuffer(self._folder / f"up-{w}-{s}") for s in range(self._slots)] for w in range(workers)]
+        self._layouts: dict[tuple[int, int], Layout] = {}
         context: Any = multiprocessing.get_context(start)
         self._pipes: list[Connection] = []
         self._workers = []
@@ -117,9 +118,13 @@ class PoolEngine:
                 self._collect(given, held, {}, deque())
 
     def _hand_out(self, todo: deque[str], given: list[deque[str]], held: list[int]) -> None:
-        # Two clients at a time a worker, so that it need not wait for us; never more than its reply slots.
+        # Two clients at a time a worker, so that it need not wait for us, but for the last ones, which whoever is free
+        # first should take; never more than its reply slots.
+        alive = self._alive()
         for depth in (1, 2):
-            for w in self._alive():
+            for w in alive:
+                if depth == 2 and len(todo) < len(alive):
+                    return
                 if todo and len(given[w]) < depth and held[w] + len(given[w]) < self._slots:
                     name = todo.popleft()
                     given[w].append(name)
@@ -154,8 +159,11 @@ class PoolEngine:
             if fields["kind"] == "refusal":
                 done[name] = (w, -1, Refusal(name, fields["reason"]))
             else:
-                views = self._up[w][fields["slot"]].views(fields["layout"], fields["size"])
-                done[name] = (w, fields["slot"], Message(views, fields["values"]))
+                slot = fields["slot"]
+                if fields["layout"] is not None:
+                    self._layouts[w, slot] = fields["layout"]
+                views = self._up[w][slot].views(self._layouts[w, slot], fields["size"])
+                done[name] = (w, slot, Message(views, fields["values"]))
                 held[w] += 1
 
     def _alive(self) -> list[int]:
@@ -193,6 +201,7 @@ def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, w
     host = make_host()
     down = SharedBuffer(Path(folder) / "down")
     up = [SharedBuffer(Path(folder) / f"up-{worker}-{s}") for s in range(slots)]
+    told: list[Layout | None] = [None] * slots
     request: Request | None = None
     turn = 0
     while True:
@@ -216,5 +225,6 @@ def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, w
             pipe.send_bytes(encode("refusal", reason=answer.reason))
             continue
         layout, size = up[turn].pack(answer.tensors)
-        pipe.send_bytes(encode("reply", slot=turn, **message_fields(answer, layout, size)))
+        news, told[turn] = (None if told[turn] == layout else layout), layout
+        pipe.send_bytes(encode("reply", slot=turn, **message_fields(answer, news, size)))
         turn = (turn + 1) % slots

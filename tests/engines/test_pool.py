@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,39 @@ def test_buffer_grows_and_keeps_types(tmp_path):
         assert same_state(reader.views(layout, total), tensors)
 
 
+def test_buffer_keeps_its_views_until_the_layout_changes(tmp_path):
+    writer = SharedBuffer(tmp_path / "b")
+    model = {"w": torch.arange(3.0), "n": torch.tensor(1)}
+    layout, size = writer.pack(model)
+    first = writer.views(layout, size)
+    writer.pack({k: t + 1 for k, t in model.items()})
+    assert writer.views(layout, size)["w"] is first["w"]
+    assert first["w"].tolist() == [1.0, 2.0, 3.0]
+    other = {"w": torch.arange(5000.0)}
+    assert same_state(writer.views(*writer.pack(other)), other)
+
+
+def test_layout_that_changes_between_requests_is_told_again(pool):
+    server = make_server(SIZES, engine=pool(2, model_bytes=64 << 20), rounds=1)
+    models = [{"w": torch.zeros(n), "count": torch.tensor(0)} for n in (2, 2, 5000, 3, 3)]
+
+    def many(server):
+        return [server.ask("train", Message.of({}, model=m)) for m in models]
+
+    for model, replies in zip(models, round_of(server, many)):
+        for reply, samples in zip(replies, SIZES.values()):
+            assert reply.group("model")["w"].tolist() == [float(samples)] * len(model["w"])
+
+
+def test_server_that_waits_uses_no_processor(pool):
+    server = make_server(SIZES, engine=pool(2), rounds=1)
+    round_of(server, ask("train"))
+    server.state.round = 0
+    before = time.process_time()
+    round_of(server, ask("nap"))
+    assert time.process_time() - before < 0.3  # of a second and more of waiting
+
+
 def test_layout_aligns_every_tensor():
     layout, total = layout_of({"a": torch.zeros(1, dtype=torch.uint8), "b": torch.zeros(3)})
     assert [offset for *_, offset in layout] == [0, 64]
@@ -125,4 +159,4 @@ def test_layout_aligns_every_tensor():
 
 
 def test_toy_tasks_are_all_known():
-    assert {"train", "slow", "die", "crash"} <= set(TASKS)
+    assert {"train", "slow", "nap", "die", "crash"} <= set(TASKS)

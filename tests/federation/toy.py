@@ -65,6 +65,12 @@ def slow(client: Client, message: Message) -> Message:
     return add_samples(client, message)
 
 
+def nap(client: Client, message: Message) -> Message:
+    """Every client takes a while and computes nothing."""
+    time.sleep(0.4)
+    return add_samples(client, message)
+
+
 def odd(client: Client, message: Message) -> Message:
     """Replies that must not be admitted, one kind a client."""
     model = {k: t.clone() for k, t in message.group("model").items()}
@@ -103,6 +109,7 @@ TASKS = {
     "crash": crash,
     "die": die,
     "slow": slow,
+    "nap": nap,
     "odd": odd,
 }
 
