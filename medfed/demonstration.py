@@ -36,7 +36,7 @@ DEMOS = {
     "ct": Demo("rsna_ich", "rsna_ich_ct_classification", 90, {**NOISE, "severity": 3, "domain": "hounsfield"}),
     "oct": Demo("kermany", "oct_bscan_classification", 110, {**NOISE, "severity": 1}),
 }
-# Enough for both methods to learn from scratch; about two minutes on two free cores with `derm`.
+# Enough for both methods to learn from scratch; about four minutes of processor time in all with `derm`.
 ROUNDS = 40
 METHODS = ("fedavg", "fedism")
 
