@@ -207,6 +207,13 @@ def test_report_of_two_groups_of_clients_counts_both():
     assert report.traffic.requests == 2
 
 
+def test_report_without_replies_counts_those_of_the_last_request():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    report = round_of(server, lambda s: (s.ask("told", Message.of({}, model=s.model)), s.report(server={"x": 1}))[1])
+    assert report.admitted == ("c0", "c1", "c2")
+    assert (report.clients, report.server) == ({}, {"x": 1})
+
+
 def test_program_that_forgets_its_report_is_stopped():
     server = make_server(SIZES, engine=LocalEngine(host()))
     with pytest.raises(RuntimeError, match="left round 1 without yielding"):
@@ -283,3 +290,38 @@ def test_stage_ends_with_the_run():
             seen.append(round)
             server.state.round = round
     assert seen == [1]
+
+
+def test_what_is_asked_between_stages_without_once_is_in_the_next_record_too():
+    server = make_server(SIZES, engine=LocalEngine(host()), rounds=2)
+    message = Message.of({}, model=server.model)
+    reports = []
+    for stage in (1, 2):
+        server.ask("told", message, clients=["c0"])
+        for round in server.rounds(until=stage):
+            reports.append(server.report(server.ask("told", message, clients=["c1"])))
+            server.state.round = round
+    assert [(r.round, r.asked, r.traffic.requests) for r in reports] == [
+        (1, ("c0", "c1"), 2),
+        (2, ("c0", "c1"), 2),
+    ]
+
+
+def test_once_needs_no_checkpoint_and_is_done_once():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    calls = []
+    for _ in range(2):
+        note = server.once("first", lambda: calls.append(1) or Message(values={"a": 1}))
+        assert note.values == {"a": 1}
+    assert calls == [1]
+
+
+def test_client_memory_follows_the_steps_of_the_server_and_does_not_pile_up(tmp_path):
+    server = make_server(SIZES, engine=LocalEngine(host(tmp_path)), rounds=12)
+    asked = []
+    for round in server.rounds():
+        asked.append(server.ask("remember", Message.of({}, model=server.model)).value("asked")["c0"])
+        server.state.round = round
+        server.save()
+    assert asked == list(range(1, 13))
+    assert len(list((tmp_path / "c0").iterdir())) <= 3

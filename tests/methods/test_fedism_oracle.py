@@ -236,6 +236,7 @@ def test_fedavg_with_salt_is_fedism_without_saga():
     one = Federation({"name": "fedavg", "salt": True}, three_clients(), network="Normed").run()
     two = Federation({"name": "fedism", "saga": False}, three_clients(), network="Normed").run()
     assert max(distance(a, b) for a, b in zip(one.models, two.models)) < 1e-12
+    assert one.server.notes == two.server.notes == {}
     three = Federation("fedavg", three_clients(), network="Normed").run()
     assert distance(one.models[0], three.models[0]) > 1e-6
 
