@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import statistics
 import time
@@ -103,8 +104,14 @@ class Case:
         }
         return TrainingBundle.load("isic_dermoscopy_classification", overrides)
 
+    def build_network(self, seed: int = 0) -> nn.Module:
+        """The network of the bundle, without reading a bundle."""
+        arguments = {**self.network, "num_classes": self.classes, "in_channels": self.shape[0], "seed": seed}
+        module, name = arguments.pop("_target_").rsplit(".", 1)
+        return getattr(importlib.import_module(module), name)(**arguments)
+
     def initial(self) -> State:
-        return {k: t.clone() for k, t in self.bundle.build_network(seed=0).state_dict().items()}
+        return {k: t.clone() for k, t in self.build_network().state_dict().items()}
 
 
 def small_cnn(num_classes: int, in_channels: int = 1, seed: int = 0) -> nn.Module:
@@ -184,7 +191,7 @@ class Bare:
 
     def __init__(self, case: Case, device: str = "cpu", amp: bool = False):
         self.case, self.device = case, torch.device(device)
-        self.network = case.bundle.build_network(seed=0).to(self.device)
+        self.network = case.build_network().to(self.device)
         self.state = dict(self.network.state_dict())
         self.params = list(self.network.parameters())
         self.model = {k: t.clone() for k, t in self.state.items()}
@@ -329,20 +336,50 @@ def largest_difference(one: State, other: State) -> float:
     return max(float((one[k].cpu() - other[k].cpu()).abs().max()) for k in floats) / size
 
 
-def in_turn(sides: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 1) -> dict[str, Timing]:
-    """Times some functions round by round in turn; who begins alternates."""
+def in_turn(
+    sides: Mapping[str, Callable[[], None]], rounds: int, warmup: int = 1, quiet: float = 0
+) -> dict[str, Timing]:
+    """Times some functions round by round in turn; who begins alternates.
+
+    Args:
+        sides: what is timed, by name.
+        rounds: rounds that count.
+        warmup: rounds before them.
+        quiet: seconds to wait at most, before each round, until others use less than a tenth of a core.
+    """
     order = list(sides)
     out = {name: Timing() for name in sides}
     for i in range(warmup + rounds):
+        wait_until_quiet(quiet)
         for name in order if i % 2 else reversed(order):
             synchronise()
-            cpu, wall = time.process_time(), time.perf_counter()
+            others, cpu, wall = others_seconds(), time.process_time(), time.perf_counter()
             sides[name]()
             synchronise()
             if i >= warmup:
                 out[name].wall.append(time.perf_counter() - wall)
                 out[name].cpu.append(time.process_time() - cpu)
+                out[name].others.append((others_seconds() - others) / out[name].wall[-1])
     return out
+
+
+def others_seconds() -> float:
+    """Processor seconds that all but this process and its children have used so far."""
+    import psutil
+
+    me = psutil.Process()
+    own = sum(t.user + t.system for t in (p.cpu_times() for p in [me, *me.children(recursive=True)]))
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - own
+
+
+def wait_until_quiet(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        before = others_seconds()
+        time.sleep(0.3)
+        if others_seconds() - before < 0.03:
+            return
 
 
 def synchronise() -> None:
@@ -352,10 +389,11 @@ def synchronise() -> None:
 
 @dataclass
 class Timing:
-    """Seconds of each round, by the clock and on the processor (this process only)."""
+    """Seconds of each round, by the clock and on the processor (this process only), and cores that others used."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
 
     def over(self, base: Timing) -> dict[str, float]:
         """Ratios to another side: of medians and minima of the clock, and of the medians of CPU time."""
@@ -364,6 +402,11 @@ class Timing:
             "min": min(self.wall) / min(base.wall),
             "cpu": statistics.median(self.cpu) / max(statistics.median(base.cpu), 1e-9),
         }
+
+
+def cores_of_others(times: Mapping[str, Timing]) -> float:
+    """Cores that other programs used during the rounds, median."""
+    return max(0.0, statistics.median(x for t in times.values() for x in t.others))
 
 
 def table(columns: list[str], rows: list[list[Any]]) -> None:
@@ -406,6 +449,7 @@ def arguments(description: str | None, **defaults: Any) -> argparse.Namespace:
     """Command-line options with defaults, and ``--device``."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--quiet", type=float, default=0, help="wait so many seconds at most for an idle machine")
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
     found = parser.parse_args()

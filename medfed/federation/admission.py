@@ -45,9 +45,12 @@ def first_bad_tensor(tensors: Mapping[str, torch.Tensor]) -> str | None:
     inexact = {n: t.detach() for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
     if not inexact:
         return None
-    norms = torch.stack([n.double() for n in torch._foreach_norm(list(inexact.values()))])
-    suspects = [n for n, finite in zip(inexact, torch.isfinite(norms).tolist()) if not finite]
-    return next((n for n in suspects if not torch.isfinite(inexact[n]).all().item()), None)
+    norms = list(torch._foreach_norm(list(inexact.values())))
+    if len({n.dtype for n in norms}) > 1:
+        norms = [n.double() for n in norms]
+    if torch.isfinite(torch.stack(norms)).all():
+        return None
+    return next((name for name, tensor in inexact.items() if not torch.isfinite(tensor).all().item()), None)
 
 
 def check_reply(
