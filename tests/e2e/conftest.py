@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,21 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-ROUNDS = 3
-
-
-def tiny_network() -> dict[str, Any]:
-    return {
-        "image_size": [32, 32],
-        "batch_size": 8,
-        "learning_rate": 0.001,
-        "network_name": "ResNet",
-        "network_def::block": "basic",
-        "network_def::layers": [1, 1, 1, 1],
-        "network_def::block_inplanes": [4, 8, 8, 8],
-        "network_def::conv1_t_size": 3,
-    }
+from experiments import changed, environment, tiny_network
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +39,7 @@ def data(images, cache, tmp_path) -> dict[str, Any]:
             "bundle": "rsna_ich_ct_classification",
             "overrides": tiny_network(),
             "method": "fedism",
-            "rounds": ROUNDS,
+            "rounds": 3,
             "engine": {"workers": 1, "threads": 1},
             "tracking": {"enabled": False},
             "output": str(tmp_path / "runs"),
@@ -76,17 +61,6 @@ def start(data):
     return run
 
 
-def changed(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    data = copy.deepcopy(data)
-    for key, value in changes.items():
-        node = data
-        *path, last = key.split("__")
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return data
-
-
 @pytest.fixture
 def command(data, tmp_path):
     """Runs ``medfed`` in a process of its own and returns it when it has ended."""
@@ -101,7 +75,3 @@ def command(data, tmp_path):
 
     run.prepare = prepare  # type: ignore[attr-defined]
     return run
-
-
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **more}

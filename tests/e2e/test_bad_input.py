@@ -10,7 +10,7 @@ from medfed.errors import ConfigError, MedfedError
 
 
 def refused(data, **changes):
-    from conftest import changed
+    from experiments import changed
 
     from medfed.experiment import prepare
 
@@ -59,7 +59,7 @@ def test_fault_is_named_with_what_to_do(data, changes, words):
     ],
 )
 def test_file_is_validated_key_by_key(data, changes, words):
-    from conftest import changed
+    from experiments import changed
 
     with pytest.raises(ConfigError) as caught:
         validate(changed(data, changes), "experiment.yaml")
@@ -171,7 +171,7 @@ def test_damaged_images_are_named_and_left_out(data, tmp_path):
     (root / "cat" / "empty.png").write_bytes(b"")
     (root / "dog" / "text.png").write_text("no image")
     Image.fromarray(np.full((20, 30), np.nan, np.float32)).save(root / "dog" / "nan.tiff")
-    from conftest import changed
+    from experiments import changed
 
     experiment = validate(
         changed(
@@ -194,7 +194,7 @@ def test_damaged_images_are_named_and_left_out(data, tmp_path):
 
 def test_client_of_one_class_trains_and_is_noted(data, tmp_path):
     import numpy as np
-    from conftest import changed
+    from experiments import changed
     from PIL import Image
 
     from medfed.running import start

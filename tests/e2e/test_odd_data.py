@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import changed
+from experiments import changed
 from PIL import Image
 
 from medfed.config import validate

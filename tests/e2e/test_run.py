@@ -32,7 +32,7 @@ def comparable(record):
 @pytest.fixture(scope="module")
 def finished(request, images, cache, tmp_path_factory):
     """One run of FedISM that several tests look at."""
-    from conftest import tiny_network
+    from experiments import tiny_network
 
     from medfed.config import validate
     from medfed.running import start

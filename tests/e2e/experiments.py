@@ -1,0 +1,35 @@
+"""Parts of a small experiment: a network that trains in seconds, changes by key, an environment for processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+
+def tiny_network() -> dict[str, Any]:
+    return {
+        "image_size": [32, 32],
+        "batch_size": 8,
+        "learning_rate": 0.001,
+        "network_name": "ResNet",
+        "network_def::block": "basic",
+        "network_def::layers": [1, 1, 1, 1],
+        "network_def::block_inplanes": [4, 8, 8, 8],
+        "network_def::conv1_t_size": 3,
+    }
+
+
+def changed(data: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    data = copy.deepcopy(data)
+    for key, value in changes.items():
+        node = data
+        *path, last = key.split("__")
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return data
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **more}
