@@ -167,7 +167,6 @@ class Server:
             self.save()
         account = self.state.once.get(name)
         if account is not None and account["after"] == self.state.round and name not in self._counted:
-            self._open()
             self._report.absorb(RoundReport.from_plain(account["report"]))
             self._counted.add(name)
         return self.notes[name]

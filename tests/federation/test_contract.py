@@ -325,3 +325,48 @@ def test_client_memory_follows_the_steps_of_the_server_and_does_not_pile_up(tmp_
         server.save()
     assert asked == list(range(1, 13))
     assert len(list((tmp_path / "c0").iterdir())) <= 3
+
+
+def test_once_counts_once_and_refuses_what_no_checkpoint_can_hold():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    for _ in range(3):
+        server.once("first", lambda: server.ask("told", Message()) and Message())
+    assert server.report().traffic.requests == 1
+    with pytest.raises(TypeError, match=r"second\.x: set"):
+        server.once("second", lambda: Message(values={"x": {1}}))
+    assert "second" not in server.notes
+
+
+def test_quorum_that_is_missed_admits_nobody_in_the_record():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    report = round_of(server, lambda s: (s.ask("told", Message(), quorum=4), s.report())[1])
+    assert report.admitted == ()
+    assert {r.reason for r in report.refused} == {"quorum of 4 not reached (3 admitted)"}
+
+
+def test_seconds_are_those_of_waiting_for_clients():
+    server = make_server({"c0": 1, "c1": 1}, rounds=1)
+    report = round_of(server, lambda s: s.report(*[s.ask("slow", Message.of({}, model=s.model)) for _ in range(2)]))
+    assert 0.2 <= report.seconds < 30
+
+
+def test_weight_that_a_reply_must_bring_and_does_not():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    message = Message.of({"c0": {"share": 0.5}, "c1": {"share": -1}, "c2": {"share": "big"}}, model=server.model)
+
+    def weigh(s):
+        return s.ask("numbers", message, mean={"none": Mean("model", "share")}, expect={})
+
+    replies = round_of(server, weigh)
+    reasons = {r.client: r.reason for r in replies.refused}
+    assert reasons == dict.fromkeys(SIZES, "model: 2 tensors missing, first 'w'")
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    replies = round_of(server, lambda s: s.ask("told", Message.of({}, model=s.model), mean="vector", weight="share"))
+    assert {r.reason for r in replies.refused} == {"no usable weight 'share'"}
+
+
+def test_record_holds_scalars_and_what_is_undefined_but_no_lists():
+    server = make_server(SIZES, engine=LocalEngine(host()))
+    values = {"c1": {"text": "a", "none": None, "flag": True, "list": [1], "map": {"a": 1}}}
+    report = round_of(server, lambda s: s.report(s.ask("numbers", Message.of(values))))
+    assert report.clients["c1"] == {"samples": 3, "text": "a", "none": None, "flag": True}

@@ -113,3 +113,16 @@ def test_listener_hears_of_a_round_only_after_its_checkpoint(tmp_path):
     run_rounds(METHOD, MethodSettings(), server, evaluate=lambda s: {}, append=lambda r: None, listeners=[listener])
     assert seen == [(1, 1), (2, 2)]
     assert torch.isfinite(server.model["w"]).all()
+
+
+def test_seconds_of_the_rounds_add_up_to_the_time_that_passed():
+    import time
+
+    records = []
+    server = make_server(SIZES, rounds=4)
+    started = time.perf_counter()
+    run_rounds(
+        METHOD, MethodSettings(), server, evaluate=lambda s: time.sleep(0.02) or {}, append=records.append, listeners=()
+    )
+    assert sum(r["seconds"]["total"] for r in records) <= time.perf_counter() - started
+    assert all(r["seconds"]["total"] >= r["seconds"]["evaluation"] >= 0.02 for r in records)
