@@ -11,7 +11,7 @@ from toy import TASK, TASKS, ToyData, make_server, round_of
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
 from medfed.engines.pool import PoolEngine
-from medfed.federation.loop import run_rounds
+from medfed.federation.loop import round_record, run_rounds
 from medfed.federation.means import Mean
 from medfed.federation.messages import Message
 from medfed.federation.method import Method, MethodSettings
@@ -202,6 +202,8 @@ def test_report_of_two_groups_of_clients_counts_both():
         return s.report(one, s.ask("train", message, clients=["c1"], mean="model"))
 
     report = round_of(server, two)
+    record = round_record(report, {}, total=1.0, evaluation=0.5)
+    assert list(record["clients"]) == ["c0", "c1", "c2"]
     assert report.asked == report.admitted == ("c0", "c1", "c2")
     assert sorted(report.clients) == ["c0", "c1", "c2"]
     assert report.traffic.requests == 2

@@ -136,3 +136,17 @@ def test_what_is_read_is_a_copy_so_that_a_resumed_run_knows_the_same(tmp_path):
     again.open(3, 2)
     assert again["note"] == {"kept": [1]}
     assert again["labels"].tolist() == [0.0, 0.0]
+
+
+def test_request_that_changes_nothing_writes_nothing(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.open(1, 0)
+    memory.save(1)
+    assert not list(tmp_path.iterdir())
+    memory["n"] = 1
+    memory.save(1)
+    memory.open(2, 1)
+    memory["n"] = 2  # the task fails here
+    memory.open(3, 1)
+    memory.save(3)
+    assert [p.name for p in tmp_path.iterdir()] == ["memory-00000001.safetensors"]
