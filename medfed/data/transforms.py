@@ -332,7 +332,7 @@ class NormalizeBatch(torch.nn.Module):
                 )
         if self.mean.device != images.device:
             self.to(images.device)
-        return (images - self.mean) / self.std
+        return (images - self.mean).div_(self.std)
 
 
 class NormalizeUnitd(_Imaged):

@@ -305,3 +305,44 @@ def test_devices():
         resolve_device("gpu0")
     with pytest.raises(ConfigError, match="no device 'cuda:99'"):
         resolve_device("cuda:99")
+
+
+def test_events_reach_a_handler_though_they_are_left_out_where_there_is_none():
+    from ignite.engine import Events
+
+    from medfed.training.engine import ClientTrainer
+
+    trainer = ClientTrainer(torch.nn.Linear(2, 2), torch.device("cpu"))
+    heard = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: heard.append(engine.state.iteration))
+    parameters = list(trainer.network.parameters())
+    batch = {"image": torch.zeros(3, 2), "label": torch.tensor([0, 1, 0])}
+    trainer.train(
+        [batch, batch],
+        2,
+        torch.optim.SGD(parameters, lr=0.1),
+        lambda network, b: torch.nn.functional.cross_entropy(network(b["image"]), b["label"]),
+        PlainStep(),
+        lambda *_: None,
+    )
+    assert heard == [1, 2, 3, 4]
+
+
+def test_room_for_copies_is_made_once_for_all_clients():
+    from medfed.training.engine import ClientTrainer
+
+    trainer = ClientTrainer(torch.nn.Linear(2, 2), torch.device("cpu"))
+    batch = {"image": torch.ones(3, 2), "label": torch.tensor([0, 1, 0])}
+    rooms = set()
+    for _ in range(3):
+        step = SharpnessAwareStep()
+        trainer.train(
+            [batch],
+            1,
+            torch.optim.SGD(trainer.network.parameters(), lr=0.1),
+            lambda network, b: torch.nn.functional.cross_entropy(network(b["image"]), b["label"]),
+            step,
+            lambda *_: None,
+        )
+        rooms.add(id(step._weights))
+    assert len(rooms) == 1
