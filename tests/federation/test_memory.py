@@ -150,3 +150,29 @@ def test_request_that_changes_nothing_writes_nothing(tmp_path):
     memory.open(3, 1)
     memory.save(3)
     assert [p.name for p in tmp_path.iterdir()] == ["memory-00000001.safetensors"]
+
+
+def test_versions_of_a_lost_future_are_gone_for_good(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for step in (1, 2, 3):
+        memory.open(step, confirmed=step - 1)
+        memory["n"] = step
+        memory.save(step)
+    again = ClientMemory(tmp_path)
+    again.open(3, confirmed=2)  # repeated, and this time it changes nothing
+    again.save(3)
+    again.open(4, confirmed=3)
+    assert again["n"] == 2
+
+
+def test_what_is_deleted_stays_deleted(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.open(1, 0)
+    memory["a"], memory["b"] = 1, 2
+    memory.save(1)
+    memory.open(2, 1)
+    del memory["a"]
+    memory.save(2)
+    again = ClientMemory(tmp_path)
+    again.open(3, 2)
+    assert (dict(again), len(again)) == ({"b": 2}, 1)
