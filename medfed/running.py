@@ -278,7 +278,7 @@ def make_engine(
         trainer = prepared.trainer(device, threads)
         return LocalEngine(host(trainer=trainer)), trainer
     model_bytes = sum(t.numel() * t.element_size() for t in prepared.initial_model().values())
-    fork = device == "cpu" and threads == 1
+    fork = may_fork(device, threads)
     factory = (
         (lambda: host(trainer=prepared.trainer(device, threads)))
         if fork
@@ -293,6 +293,11 @@ def make_engine(
         start="fork" if fork else "spawn",
     )
     return engine, prepared.trainer(device, available_cores())
+
+
+def may_fork(device: str, threads: int) -> bool:
+    """Whether workers can be forked: neither CUDA nor the threads of OpenMP survive a fork."""
+    return device == "cpu" and threads == 1
 
 
 def host_of_run(path: str, device: str, threads: int) -> ClientHost:

@@ -146,6 +146,13 @@ def test_any_number_of_workers_gives_the_same_weights(finished, start, workers):
     assert [r["clients"] for r in records_of(run)] == [r["clients"] for r in records_of(finished)]
 
 
+def test_workers_started_anew_give_the_same_weights(finished, start, monkeypatch):
+    """Workers with several threads, or on a GPU, cannot be forked; each starts from the run's folder."""
+    monkeypatch.setattr("medfed.running.may_fork", lambda device, threads: False)
+    run = start(engine__workers=2)
+    assert same_state(model_of(run), model_of(finished))
+
+
 def test_methods_of_a_comparison_share_condition_and_initial_model(finished, start):
     run = start(method="fedavg", rounds=1)
     one, two = (json.loads((p / "run.json").read_text()) for p in (finished, run))
