@@ -54,7 +54,7 @@ def main() -> None:
     }
     for threads in sorted({1, torch.get_num_threads()}):
         torch.set_num_threads(threads)
-        times = in_turn(sides, options.rounds)
+        times = in_turn(sides, options.rounds, quiet=options.quiet)
         base = times["reading once"]
         for name, timing in times.items():
             ratio = timing.over(base)

@@ -33,6 +33,7 @@ from medfed.methods.registry import resolve_method
 from medfed.seeding import torch_generator
 from medfed.training.bundle import TrainingBundle
 from medfed.training.local import LocalTrainer, resolve_device
+from medfed.training.rng import seeded
 
 State = dict[str, torch.Tensor]
 MB = 1e6
@@ -108,7 +109,8 @@ class Case:
         """The network of the bundle, without reading a bundle."""
         arguments = {**self.network, "num_classes": self.classes, "in_channels": self.shape[0], "seed": seed}
         module, name = arguments.pop("_target_").rsplit(".", 1)
-        return getattr(importlib.import_module(module), name)(**arguments)
+        with seeded(seed):
+            return getattr(importlib.import_module(module), name)(**arguments)
 
     def initial(self) -> State:
         return {k: t.clone() for k, t in self.build_network().state_dict().items()}
@@ -329,8 +331,14 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
-def largest_difference(one: State, other: State) -> float:
-    """Largest difference between two models, as a share of the largest number in them."""
+def difference_after_a_round(ours: Federation, hand: Any) -> float:
+    """Runs a round on both sides: the largest difference of the two models, as a share of the largest number in them.
+
+    Later, rounding errors grow by themselves.
+    """
+    ours.round()
+    hand.round()
+    one, other = ours.model, hand.model
     floats = [k for k in one if one[k].is_floating_point()]
     size = max(float(one[k].abs().max()) for k in floats)
     return max(float((one[k].cpu() - other[k].cpu()).abs().max()) for k in floats) / size

@@ -55,6 +55,7 @@ def main() -> None:
         times = in_turn(
             {"pydicom pixel_array": plain, "pydicom, to float and Hounsfield units": plain_float, "medfed": ours},
             options.rounds,
+            quiet=options.quiet,
         )
     base = times["pydicom pixel_array"]
     rows = [[k, min(t.wall) / options.slices * 1e3, *t.over(base).values()] for k, t in times.items()]

@@ -15,8 +15,8 @@ from common import (
     Case,
     Federation,
     arguments,
+    difference_after_a_round,
     in_turn,
-    largest_difference,
     machine,
     smaller,
     table,
@@ -41,7 +41,8 @@ def main() -> None:
             for amp in (False, True) if on_gpu and name == "FedAvg" else (False,):
                 ours = Federation.of(case, method, device=options.device, threads=options.threads, amp=amp)
                 hand = bare(case, options.device, amp)
-                times = in_turn({"hand": hand.round, "medfed": ours.round}, options.rounds)
+                differ = difference_after_a_round(ours, hand)
+                times = in_turn({"hand": hand.round, "medfed": ours.round}, options.rounds, quiet=options.quiet)
                 ratio = times["medfed"].over(times["hand"])
                 rows.append(
                     [
@@ -50,7 +51,7 @@ def main() -> None:
                         min(times["hand"].wall),
                         min(times["medfed"].wall),
                         *ratio.values(),
-                        largest_difference(ours.model, hand.model),
+                        differ,
                     ]
                 )
     columns = ["method", "clients", "bare, s", "medfed, s", "ratio of medians", "of minima", "of CPU time"]

@@ -6,6 +6,7 @@ moment its libraries are imported until the first training step begins.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def write_images(root: Path, count: int) -> None:
 def in_process(folder: Path, seed: int) -> None:
     import medfed.running
     import medfed.tracking.mlflow_sink
-    import medfed.training.engine  # noqa: F401 - MONAI
+    import medfed.training.engine
     from medfed.config import validate
     from medfed.training import steps
 
@@ -60,10 +61,8 @@ def in_process(folder: Path, seed: int) -> None:
 
     steps.PlainStep.__call__ = noted  # type: ignore[method-assign]
     started = time.perf_counter()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         medfed.running.start(validate(experiment, "benchmark"))
-    except KeyboardInterrupt:
-        pass
     print(json.dumps(first[0] - started))
 
 

@@ -26,8 +26,8 @@ from common import (
     State,
     arguments,
     cores_of_others,
+    difference_after_a_round,
     in_turn,
-    largest_difference,
     machine,
     processes_mb,
     smaller,
@@ -183,14 +183,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--peak"]:
         measure_peak(sys.argv[2])
         return
-    options = arguments(__doc__, rounds=7, clients=0)
+    options = arguments(__doc__, rounds=7, clients=0, cases="123")
     cores = available_cores()
     rows = []
-    for case, samples, kind in (
-        (SMALL, SMALL.samples, Bare),
-        (SQUEEZENET, SQUEEZENET.samples, Bare),
-        (RESNET, 0, BareIdle),
-    ):
+    cases = {"1": (SMALL, SMALL.samples, Bare), "2": (SQUEEZENET, SQUEEZENET.samples, Bare), "3": (RESNET, 0, BareIdle)}
+    for case, samples, kind in (cases[number] for number in options.cases):
         workers, threads = plan(case, samples)
         if options.clients and case is not RESNET:
             case = smaller(case, clients=min(case.clients, options.clients))
@@ -206,6 +203,7 @@ def main() -> None:
         }
         if kind is BareIdle:
             sides["one process, plain"] = in_threads(cores, BareWritten(case).round)
+        print(f"models differ by {difference_after_a_round(federation, hand):.2g}", file=sys.stderr)
         times = in_turn(sides, options.rounds, quiet=options.quiet)
         federation.engine.close()
         one = times["one process"]
@@ -220,7 +218,6 @@ def main() -> None:
             ]
             for name, timing in times.items()
         ]
-        print(f"models differ by {largest_difference(federation.model, hand.model):.2g}", file=sys.stderr)
     columns = ["clients", "side", "seconds", "to one process: medians", "minima", "to workers: medians", "minima"]
     table([*columns, "cores used by others"], rows)
     print()

@@ -103,6 +103,9 @@ class PoolEngine:
         given: list[deque[str]] = [deque() for _ in self._pipes]
         held = [0] * len(self._pipes)
         done: dict[str, tuple[int, int, Message | Refusal]] = {}
+        # The cores belong to the workers meanwhile: who adds up what they send takes one thread, or waits for its own.
+        ours = torch.get_num_threads()
+        torch.set_num_threads(1)
         try:
             for name in clients:
                 while name not in done:
@@ -116,6 +119,7 @@ class PoolEngine:
             # Who stops listening half-way must not find these answers in the next request.
             while any(given):
                 self._collect(given, held, {}, deque())
+            torch.set_num_threads(ours)
 
     def _hand_out(self, todo: deque[str], given: list[deque[str]], held: list[int]) -> None:
         # Two clients at a time a worker, so that it need not wait for us, but for the last ones, which whoever is free

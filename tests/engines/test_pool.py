@@ -152,6 +152,21 @@ def test_server_that_waits_uses_no_processor(pool):
     assert time.process_time() - before < 0.3  # of a second and more of waiting
 
 
+def test_server_takes_one_thread_while_workers_train_and_all_of_its_own_after(pool):
+    from medfed.federation.client import Request
+    from medfed.federation.server import Patience
+
+    engine, before = pool(2), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        request = Request("train", 1, 1, 0, Message.of({}, model={"w": torch.zeros(1)}))
+        during = [torch.get_num_threads() for _ in engine.exchange(request, sorted(SIZES), Patience())]
+        assert set(during) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layout_aligns_every_tensor():
     layout, total = layout_of({"a": torch.zeros(1, dtype=torch.uint8), "b": torch.zeros(3)})
     assert [offset for *_, offset in layout] == [0, 64]
