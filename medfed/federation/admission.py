@@ -5,6 +5,7 @@ A reply that fails leaves its client out of the round, with the reason in the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -48,7 +49,7 @@ def first_bad_tensor(tensors: Mapping[str, torch.Tensor]) -> str | None:
     norms = list(torch._foreach_norm(list(inexact.values())))
     if len({n.dtype for n in norms}) > 1:
         norms = [n.double() for n in norms]
-    if torch.isfinite(torch.stack(norms)).all():
+    if math.isfinite(float(torch.stack(norms).sum())):
         return None
     return next((name for name, tensor in inexact.items() if not torch.isfinite(tensor).all().item()), None)
 
