@@ -221,6 +221,9 @@ def main() -> None:
     columns = ["clients", "side", "seconds", "to one process: medians", "minima", "to workers: medians", "minima"]
     table([*columns, "cores used by others"], rows)
     print()
+    if "3" not in options.cases:
+        print(machine())
+        return
     sides = {"one process": "hand", "one process, plain": "plain", "medfed": "medfed"}
     table(["peak memory of the third, MB", "PSS", "RSS"], [[name, *peak(side)] for name, side in sides.items()])
     print(machine())
