@@ -211,7 +211,9 @@ def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, w
     while True:
         while not pipe.poll(5.0):
             if os.getppid() != parent:
-                os._exit(1)  # the server was killed: do not linger
+                # The server was killed: do not linger, and give the shared memory back.
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(1)
         try:
             fields = decode(pipe.recv_bytes())
         except (EOFError, OSError):

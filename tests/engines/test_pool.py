@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -103,6 +105,28 @@ def test_shared_folder_is_removed(tmp_path):
     assert folder.exists()
     engine.close()
     assert not folder.exists()
+
+
+def test_killed_server_leaves_no_worker_and_no_shared_memory(tmp_path):
+    code = f"""
+import functools, os, sys
+sys.path.insert(0, {str(Path(__file__).parents[1] / "federation")!r})
+from toy import make_host
+from medfed.engines.pool import PoolEngine
+engine = PoolEngine(("a",), functools.partial(make_host, {{"a": 1}}), workers=2)
+print(engine._folder, *(p.pid for p in engine._workers), flush=True)
+sys.stdin.read()
+"""
+    server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder, *workers = server.stdout.readline().split()
+    assert Path(folder).exists()
+    server.kill()
+    server.wait()
+    until = time.monotonic() + 30
+    while time.monotonic() < until and (Path(folder).exists() or any(psutil.pid_exists(int(w)) for w in workers)):
+        time.sleep(0.2)
+    assert not Path(folder).exists()
+    assert not any(psutil.pid_exists(int(w)) for w in workers)
 
 
 def test_buffer_grows_and_keeps_types(tmp_path):
