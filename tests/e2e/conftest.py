@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from experiments import changed, environment, tiny_network
+from experiments import changed, environment, tiny_experiment
 
 
 @pytest.fixture(scope="session")
@@ -28,24 +27,7 @@ def cache(tmp_path_factory) -> Path:
 @pytest.fixture
 def data(images, cache, tmp_path) -> dict[str, Any]:
     """The experiment as a mapping, to be changed by a test."""
-    return copy.deepcopy(
-        {
-            "name": "tiny",
-            "cohort": {"reader": "rsna_ich", "root": str(images)},
-            "condition": {
-                "partition": {"kind": "quality", "clients": 4, "corrupted": 1, "min_samples": 4},
-                "corruption": {"kind": "gaussian_noise", "severity": 3},
-            },
-            "bundle": "rsna_ich_ct_classification",
-            "overrides": tiny_network(),
-            "method": "fedism",
-            "rounds": 3,
-            "engine": {"workers": 1, "threads": 1},
-            "tracking": {"enabled": False},
-            "output": str(tmp_path / "runs"),
-            "cache": str(cache),
-        }
-    )
+    return tiny_experiment(images, cache, tmp_path / "runs")
 
 
 @pytest.fixture

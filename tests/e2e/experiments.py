@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 
@@ -17,6 +18,26 @@ def tiny_network() -> dict[str, Any]:
         "network_def::layers": [1, 1, 1, 1],
         "network_def::block_inplanes": [4, 8, 8, 8],
         "network_def::conv1_t_size": 3,
+    }
+
+
+def tiny_experiment(images: Path, cache: Path, output: Path) -> dict[str, Any]:
+    """FedISM on a built-in head CT cohort, four clients, one of them with noisy images."""
+    return {
+        "name": "tiny",
+        "cohort": {"reader": "rsna_ich", "root": str(images)},
+        "condition": {
+            "partition": {"kind": "quality", "clients": 4, "corrupted": 1, "min_samples": 4},
+            "corruption": {"kind": "gaussian_noise", "severity": 3},
+        },
+        "bundle": "rsna_ich_ct_classification",
+        "overrides": tiny_network(),
+        "method": "fedism",
+        "rounds": 3,
+        "engine": {"workers": 1, "threads": 1},
+        "tracking": {"enabled": False},
+        "output": str(output),
+        "cache": str(cache),
     }
 
 

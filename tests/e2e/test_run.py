@@ -32,32 +32,13 @@ def comparable(record):
 @pytest.fixture(scope="module")
 def finished(request, images, cache, tmp_path_factory):
     """One run of FedISM that several tests look at."""
-    from experiments import tiny_network
+    from experiments import tiny_experiment
 
     from medfed.config import validate
     from medfed.running import start
 
-    return start(
-        validate(
-            {
-                "name": "tiny",
-                "cohort": {"reader": "rsna_ich", "root": str(images)},
-                "condition": {
-                    "partition": {"kind": "quality", "clients": 4, "corrupted": 1, "min_samples": 4},
-                    "corruption": {"kind": "gaussian_noise", "severity": 3},
-                },
-                "bundle": "rsna_ich_ct_classification",
-                "overrides": tiny_network(),
-                "method": "fedism",
-                "rounds": 3,
-                "engine": {"workers": 1, "threads": 1},
-                "tracking": {"enabled": True},
-                "output": str(tmp_path_factory.mktemp("runs")),
-                "cache": str(cache),
-            },
-            "test",
-        )
-    )
+    data = tiny_experiment(images, cache, tmp_path_factory.mktemp("runs"))
+    return start(validate({**data, "tracking": {"enabled": True}}, "test"))
 
 
 def test_run_leaves_everything_behind(finished):
