@@ -141,7 +141,7 @@ class Condition:
                 found.append(f"{name} has no share of the test set")
         empty = [f"{self.clients[k]}/{classes[c]}" for k, c in np.argwhere(counts == 0)]
         if empty:
-            listed = ", ".join(empty[:10]) + (", ..." if len(empty) > 10 else "")
+            listed = ", ".join(empty[:3]) + (", ..." if len(empty) > 3 else "")
             found.append(f"{len(empty)} of {counts.size} (client, class) cells are empty: {listed}")
         found += [f"class {c} is absent from training" for c, n in zip(classes, counts.sum(axis=0)) if not n]
         found += [f"class {c} is absent from the test set" for c, n in zip(classes, test) if not n]
