@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfed.errors import MedfedError, nearest
 from medfed.report.contents import flat
-from medfed.report.metrics import COLUMNS, choose, metric
+from medfed.report.metrics import COLUMN_LABELS, COLUMNS, choose, metric
 from medfed.report.notices import collapse
 from medfed.report.runs import LAST, Run
 
@@ -335,6 +335,30 @@ def _rank(result: Comparison) -> None:
             result.cell(method, name, column).rank = rank if rank <= 2 else None
 
 
+def few(items: Sequence[str], most: int = 3) -> str:
+    """The first of them by name, and how many more there are."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _undefined(runs: Sequence[Run], result: Comparison) -> list[str]:
+    """What is not defined in all of the last rounds: one note a metric, for the columns that share their runs."""
+    by_runs: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for name, column in itertools.product(result.metrics, COLUMNS):
+        finals = [(run, run.final(f"{column}/{name}", result.last)) for run in runs]
+        short = [
+            f"{run.folder} ({final.defined} of {len(final.rounds)} rounds)"
+            for run, final in finals
+            if final.rounds and not final.complete
+        ]
+        if short:
+            by_runs[name, tuple(short)].append(COLUMN_LABELS[column])
+    return [
+        f"{metric(name).label}, {', '.join(columns)}: not always defined in {len(short)} of {len(runs)} runs: {few(short)}"
+        for (name, short), columns in by_runs.items()
+    ]
+
+
 def _notes(result: Comparison, unlike: list[str]) -> list[str]:
     notes = [f"not paired, so there are no differences: {reason}" for reason in unlike]
     everyone = [run for members in result.runs.values() for run in members]
@@ -344,17 +368,12 @@ def _notes(result: Comparison, unlike: list[str]) -> list[str]:
         notes.append(f"methods have different seeds, differences use those in common ({have})")
     if len({run.meta.get("data_hash") for run in everyone}) > 1:
         notes.append("the data of the runs differ (data hash)")
-    for run in everyone:
-        done = len(run.records)
-        if not run.finished:
-            notes.append(f"{run.folder} is not finished (status {run.status}, {done} of {run.planned} rounds)")
-        if (few := collapse(run, result.last)) is not None:
-            notes.append(f"{run.folder} collapsed ({few}); the gap of its method is not ranked")
-        for name, column in itertools.product(result.metrics, COLUMNS):
-            final = run.final(f"{column}/{name}", result.last)
-            if final.rounds and not final.complete:
-                where = f"{final.defined} of the last {len(final.rounds)} rounds"
-                notes.append(f"{run.folder}: {column}/{name} is defined in {where}")
+    going = [f"{r.folder} ({r.status}, {len(r.records)} of {r.planned} rounds)" for r in everyone if not r.finished]
+    if going:
+        notes.append(f"not finished: {few(going)}")
+    if fallen := [f"{r.folder} ({why})" for r in everyone if (why := collapse(r, result.last)) is not None]:
+        notes.append(f"collapsed, and the gap of the method is not ranked: {few(fallen)}")
+    notes += _undefined(everyone, result)
     lengths = {len(run.records) for run in everyone}
     if len(lengths) > 1:
         notes.append(f"runs have different lengths ({', '.join(map(str, sorted(lengths)))} rounds)")

@@ -103,7 +103,7 @@ def test_the_gap_of_a_collapsed_model_takes_no_rank(make):
     result = compare(runs)
     ranks = {m: result.cell(m, "balanced_accuracy", "gap").rank for m in "abc"}
     assert ranks == {"a": 1, "b": None, "c": 2}
-    assert any(n.startswith("b collapsed") for n in result.notes)
+    assert any(n.startswith("collapsed") and ": b (clean: the global" in n for n in result.notes)
 
 
 def test_one_run_has_no_spread_no_rank_no_difference(make):
@@ -123,8 +123,8 @@ def test_what_is_never_defined_is_said_not_guessed(make):
     cell = result.cell("a", "balanced_accuracy", "clean")
     assert (cell.mean, cell.std, cell.pooled_std, cell.rank) == (None, None, None, None)
     assert "| n/a |" in result.to_markdown()
-    assert "a: clean/balanced_accuracy is defined in 0 of the last 2 rounds" in result.notes
-    assert "b: clean/balanced_accuracy is defined in 1 of the last 2 rounds" in result.notes
+    who = "a (0 of 2 rounds), b (1 of 2 rounds)"
+    assert f"Balanced accuracy, clean, average, gap: not always defined in 2 of 2 runs: {who}" in result.notes
     assert not result.cell("b", "balanced_accuracy", "clean").differences
 
 
@@ -185,7 +185,7 @@ def test_unfinished_runs_and_unequal_lengths_are_noted(make):
         load_run(make("part", [record(1)], method="b", status="interrupted", rounds=4)),
     ]
     notes = compare(runs).notes
-    assert "part is not finished (status interrupted, 1 of 4 rounds)" in notes
+    assert "not finished: part (interrupted, 1 of 4 rounds)" in notes
     assert "runs have different lengths (1, 4 rounds)" in notes
 
 
