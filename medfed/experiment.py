@@ -76,6 +76,7 @@ class Prepared:
         rows: row of the store of each training sample, in the quality in which its client has it.
         clean_rows: row of each test sample as it is.
         corrupted_rows: row of each test sample corrupted; empty without corruption.
+        files: path and frame of each training sample; for a client's own eyes.
         findings: what was left out or corrected on the way.
         cohort_name: name of the data set.
         data_hash: sha256 over samples, contents and labels.
@@ -91,6 +92,7 @@ class Prepared:
     rows: dict[str, int]
     clean_rows: dict[str, int]
     corrupted_rows: dict[str, int]
+    files: dict[str, tuple[str, int]]
     findings: Findings
     cohort_name: str
     data_hash: str
@@ -229,6 +231,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         rows={s: rows[s] for s in condition.truth.samples},
         clean_rows={s: built.rows[s] for s in condition.truth.test_samples},
         corrupted_rows=corrupted_rows,
+        files=dict(zip(train.table["sample"], zip(train.table["path"], train.table["frame"].tolist()))),
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),
