@@ -11,10 +11,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from medfed.data import label_noise
 from medfed.data import partition as parts_of
 from medfed.data.cohort import Cohort
-from medfed.data.condition_spec import ConditionSpec, CorruptionSpec, PartitionSpec
-from medfed.data.condition_store import ClientView, Condition, Truth, load
+from medfed.data.condition_spec import ConditionSpec, CorruptionSpec, LabelNoiseSpec, PartitionSpec
+from medfed.data.condition_store import NOBODY, ClientView, Condition, Truth, load
 from medfed.errors import ConfigError, DataError, nearest
 from medfed.seeding import numpy_generator
 
@@ -23,6 +24,7 @@ __all__ = [
     "Condition",
     "ConditionSpec",
     "CorruptionSpec",
+    "LabelNoiseSpec",
     "PartitionSpec",
     "Truth",
     "generate",
@@ -53,12 +55,13 @@ def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[
     both = set(train.table["sample"]) & set(test.table["sample"])
     if both:
         raise DataError(f"{len(both)} samples are in training and test set, first {min(both)!r}.", where=train.name)
+    targets = spec.label_noise.targets(train.task) if spec.label_noise else ()
     how = spec.partition
     if how.shuffle or how.kind != "quality":
         train = train.select(np.argsort(train.table["sample"].to_numpy(dtype=str), kind="stable"))
     test = test.select(np.argsort(test.table["sample"].to_numpy(dtype=str), kind="stable"))
     names, parts = _partition(train, test, spec)
-    corrupted = _corrupted(names, spec)
+    corrupted, noisy = _corrupted(names, spec), _noisy(names, parts, train, spec)
     owner = np.empty(len(train), dtype=np.int64)
     for k, rows in enumerate(parts):
         owner[rows] = k
@@ -73,9 +76,9 @@ def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[
         test_samples=test.table["sample"].to_numpy(dtype=object),
         test_labels=test.labels,
         test_clients=label_names[test_owner],
+        noisy=noisy,
     )
-    # Observed and true labels part here: what corrupts labels replaces the copy and leaves the truth alone.
-    return Condition(spec, train.task, names, truth.labels.copy(), truth, dict(digests or {}))
+    return Condition(spec, train.task, names, _observed(truth, spec, targets), truth, dict(digests or {}))
 
 
 def _partition(train: Cohort, test: Cohort, spec: ConditionSpec) -> tuple[tuple[str, ...], list[np.ndarray]]:
@@ -103,8 +106,7 @@ def _partition(train: Cohort, test: Cohort, spec: ConditionSpec) -> tuple[tuple[
         parts = parts_of.dirichlet_partition(
             train.labels, how.clients, how.alpha, rng, groups=groups, min_samples=how.min_samples
         )
-    width = max(2, len(str(how.clients - 1)))
-    return tuple(f"client_{k:0{width}d}" for k in range(how.clients)), parts
+    return how.client_names(), parts
 
 
 def _corrupted(names: tuple[str, ...], spec: ConditionSpec) -> tuple[str, ...]:
@@ -149,6 +151,40 @@ def _corrupted(names: tuple[str, ...], spec: ConditionSpec) -> tuple[str, ...]:
             fix="Say what corrupts them, e.g. {kind: gaussian_noise, severity: 3}.",
         )
     return chosen
+
+
+def _noisy(names: tuple[str, ...], parts: list[np.ndarray], train: Cohort, spec: ConditionSpec) -> tuple[str, ...]:
+    """The clients whose annotators err: named, or all but the clean ones."""
+    noise = spec.label_noise
+    if noise is None:
+        return ()
+    noise.check_clients(names)
+    if noise.noisy_clients is not None:
+        return tuple(sorted(set(noise.noisy_clients)))
+    order = [int(k) for k in numpy_generator(spec.seed, "clean annotators").permutation(len(names))]
+    clean: list[int] = []
+    if noise.coverage is not None:
+        counts = np.stack([np.bincount(train.labels[rows], minlength=train.task.num_classes) for rows in parts])
+        clean = label_noise.cover(counts, noise.coverage, order)
+        fix = "Lower the coverage, or ask for fewer clients."
+        if (short := counts.sum(axis=0) < noise.coverage).any():
+            name, held = train.task.classes[int(short.argmax())], int(counts.sum(axis=0)[short.argmax()])
+            raise ConfigError(f"class {name} has {held} samples.", where="condition.label_noise.coverage", fix=fix)
+        if len(clean) == len(names):
+            raise ConfigError("all clients are needed.", where="condition.label_noise.coverage", fix=fix)
+    clean += [k for k in order if k not in clean][: max(0, (noise.clean or 0) - len(clean))]
+    return tuple(name for k, name in enumerate(names) if k not in clean)
+
+
+def _observed(truth: Truth, spec: ConditionSpec, targets: label_noise.Targets) -> np.ndarray:
+    """The labels as clients have them; each noisy client's are drawn from its name and the seed alone."""
+    observed, noise = truth.labels.copy(), spec.label_noise
+    if noise is not None and noise.apply:
+        for name in truth.noisy:
+            rows = truth.rows.get(name, NOBODY)
+            rng = numpy_generator(spec.seed, "label noise", name)
+            observed[rows] = label_noise.flip(observed[rows], targets, noise.rate_of(name, spec.seed), rng)
+    return observed
 
 
 def _share_test(

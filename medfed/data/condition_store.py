@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from medfed.data.condition_spec import ConditionSpec
 from medfed.data.corruption import Corruption
 from medfed.errors import ConfigError, DataError, nearest
 
-FORMAT = 1
+FORMAT, WITH_LABEL_NOISE = 1, 2
+"""A condition without label noise is stored and hashed as before there was any."""
+
 NOBODY = np.zeros(0, dtype=np.int64)
 TABLES = ("clients.parquet", "truth.parquet", "test.parquet")
 
@@ -48,6 +50,7 @@ class Truth:
         test_samples: test samples, sorted by id.
         test_labels: the true label of each.
         test_clients: the client whose share of the test set each belongs to.
+        noisy: names of the clients with label noise, sorted; also where it is not applied.
     """
 
     samples: np.ndarray
@@ -57,6 +60,7 @@ class Truth:
     test_samples: np.ndarray
     test_labels: np.ndarray
     test_clients: np.ndarray
+    noisy: tuple[str, ...] = ()
 
     @cached_property
     def rows(self) -> dict[str, np.ndarray]:
@@ -123,6 +127,39 @@ class Condition:
         return _hash(self._header(), {name: _table_digest(table) for name, table in self._tables().items()})
 
     @cached_property
+    def partition_hash(self) -> str:
+        """sha256 as :attr:`hash`, but without the label noise: equal for noisy labels and their true reference."""
+        return self.hash if self.spec.label_noise is None else replace(self, **self._without_noise()).hash
+
+    @cached_property
+    def mislabelled(self) -> dict[str, int]:
+        """How many labels of a client are not the true ones; clients without any are not in it."""
+        wrong = self.observed != self.truth.labels
+        wrong = wrong.any(axis=1) if wrong.ndim == 2 else wrong
+        found = {name: int(wrong[self.truth.rows.get(name, NOBODY)].sum()) for name in self.clients}
+        return {name: count for name, count in found.items() if count}
+
+    def label_noise_line(self) -> str:
+        """What the label noise has done, in a line; empty where there is none."""
+        noise = self.spec.label_noise
+        if noise is None:
+            return ""
+        if not noise.apply:
+            return f"Label noise is not applied: all labels are true ({len(self.truth.noisy)} clients would be noisy)"
+        count, clients = sum(self.mislabelled.values()), len(self.mislabelled)
+        return (
+            f"Label noise ({noise.describe(self.task)}): {count} of {len(self.observed)} labels "
+            f"at {clients} of {len(self.clients)} clients are wrong"
+        )
+
+    def _without_noise(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec.model_copy(update={"label_noise": None}),
+            "observed": self.truth.labels,
+            "truth": replace(self.truth, noisy=()),
+        }
+
+    @cached_property
     def warnings(self) -> tuple[str, ...]:
         """What is allowed and worth knowing: empty clients, one-class clients, empty cells, absent classes."""
         counts, classes = self._counts(), self.task.classes
@@ -145,13 +182,27 @@ class Condition:
             found.append(f"{len(empty)} of {counts.size} (client, class) cells are empty: {listed}")
         found += [f"class {c} is absent from training" for c, n in zip(classes, counts.sum(axis=0)) if not n]
         found += [f"class {c} is absent from the test set" for c, n in zip(classes, test) if not n]
-        return tuple(found)
+        return (*found, *self._noise_warnings())
+
+    def _noise_warnings(self) -> Iterator[str]:
+        """Clients that are noisy in name only, and classes for which no annotator can be trusted."""
+        noise = self.spec.label_noise
+        if noise is None or not noise.apply:
+            return
+        untouched = [name for name in self.truth.noisy if name not in self.mislabelled]
+        if untouched:
+            yield f"the label noise changes no label at {', '.join(untouched)}: too few samples of the classes concerned"
+        trusted = _per_class(self.truth.labels[~np.isin(self.truth.clients, self.truth.noisy)], self.task)
+        for name, at_clean, at_all in zip(self.task.classes, trusted, _per_class(self.truth.labels, self.task)):
+            if at_all and not at_clean:
+                yield f"class {name} is at no client with clean labels"
 
     def summary(self) -> pd.DataFrame:
         """A table for people: a row a client with samples per observed class, sizes and status.
 
         Returns:
-            Columns ``samples``, ``test_samples``, ``corrupted``, ``empty_classes``, then one a class.
+            Columns ``samples``, ``test_samples``, ``corrupted``, ``empty_classes``, with label noise also ``noisy``
+            and ``noise_rate`` (share of observed labels that are wrong), then one a class.
         """
         counts = self._counts()
         sizes = pd.DataFrame(
@@ -162,6 +213,10 @@ class Condition:
                 "empty_classes": (counts == 0).sum(axis=1),
             }
         )
+        if self.spec.label_noise is not None:
+            wrong = [self.mislabelled.get(c, 0) for c in self.clients]
+            sizes["noisy"] = [c in self.truth.noisy for c in self.clients]
+            sizes["noise_rate"] = np.array(wrong) / np.maximum(sizes["samples"], 1)
         table = pd.concat([sizes, pd.DataFrame(counts, columns=list(self.task.classes))], axis=1)
         table.index = pd.Index(self.clients, name="client")
         return table
@@ -188,13 +243,16 @@ class Condition:
         return np.stack(counts)
 
     def _header(self) -> dict[str, Any]:
-        return {
+        header = {
             "format": FORMAT,
             "task": {"kind": self.task.kind, "classes": list(self.task.classes)},
             "clients": list(self.clients),
             "seed": self.spec.seed,
             "corruption": self.corruption.key() if self.corruption else None,
         }
+        if self.spec.label_noise is not None:
+            header |= {"format": WITH_LABEL_NOISE, "noisy": list(self.truth.noisy)}
+        return header
 
     def _tables(self) -> dict[str, pd.DataFrame]:
         truth = self.truth
@@ -234,7 +292,7 @@ def load(folder: Path | str) -> Condition:
     file = folder / "condition.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
+        if content["format"] not in (FORMAT, WITH_LABEL_NOISE):
             raise DataError(f"Format {content['format']} is not known here.", where=str(file), fix="Update medfed.")
         tables = {name: pd.read_parquet(folder / name) for name in TABLES}
         digests = {name: _table_digest(table) for name, table in tables.items()}
@@ -282,6 +340,7 @@ def _assemble(content: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) ->
             test_samples=text(test["sample"]),
             test_labels=labels(test["label"]),
             test_clients=text(test["client"]),
+            noisy=tuple(content.get("noisy", ())),
         ),
         digests={sample: digest for sample, digest in pairs if digest},
     )
