@@ -169,9 +169,11 @@ def _noisy(names: tuple[str, ...], parts: list[np.ndarray], train: Cohort, spec:
         fix = "Lower the coverage, or ask for fewer clients."
         if (short := counts.sum(axis=0) < noise.coverage).any():
             name, held = train.task.classes[int(short.argmax())], int(counts.sum(axis=0)[short.argmax()])
-            raise ConfigError(f"class {name} has {held} samples.", where="condition.label_noise.coverage", fix=fix)
+            raise ConfigError(
+                f"class {name} has {held} samples in all.", where="condition.label_noise.coverage", fix=fix
+            )
         if len(clean) == len(names):
-            raise ConfigError("all clients are needed.", where="condition.label_noise.coverage", fix=fix)
+            raise ConfigError("all clients would be clean.", where="condition.label_noise.coverage", fix=fix)
     clean += [k for k in order if k not in clean][: max(0, (noise.clean or 0) - len(clean))]
     return tuple(name for k, name in enumerate(names) if k not in clean)
 
