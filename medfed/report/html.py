@@ -34,8 +34,8 @@ def write_report(run_dir: str | Path, out: str | Path | None = None, *, last: in
         FederationError: if the file cannot be written.
     """
     run = load_run(run_dir)
-    page = _environment().get_template("run.html").render(run_view(run, last))
-    return _write(page, Path(out) if out is not None else run.path / "report.html")
+    page = environment().get_template("run.html").render(run_view(run, last))
+    return write_page(page, Path(out) if out is not None else run.path / "report.html")
 
 
 def experiment_page(
@@ -67,18 +67,19 @@ def experiment_page(
     """
     loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
     result = compare(loaded, metrics=metrics, baseline=baseline, last=last, allow_unpaired=allow_unpaired)
-    page = _environment().get_template("experiment.html").render(comparison_view(result, title))
-    return _write(page, Path(out))
+    page = environment().get_template("experiment.html").render(comparison_view(result, title))
+    return write_page(page, Path(out))
 
 
-def _environment() -> Any:
+def environment() -> Any:
+    """The template engine of all pages; it escapes everything."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
 
-def _write(page: str, out: Path) -> Path:
+def write_page(page: str, out: Path) -> Path:
     """Writes a page at once or not at all."""
     draft = out.with_name(f".{out.name}.{os.getpid()}")
     try:
