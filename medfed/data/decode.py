@@ -1,4 +1,4 @@
-"""Files to pixels as displayed, whatever the format: DICOM, PNG, JPEG, TIFF, NIfTI, BMP, GIF, WebP.
+"""Files to pixels as displayed, whatever the format: DICOM, PNG, JPEG, TIFF, NIfTI, Heidelberg .vol, BMP, GIF, WebP.
 
 The format is recognised by content, never by name.  Row 0 of the pixels is the top of the displayed picture, and
 column 0 its left.  What was done beyond plain decoding is named in ``corrections``, so that it can be counted.
@@ -33,7 +33,13 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"GIF89a", "gif"),
     (b"BM", "bmp"),
     (b"\x00\x00\x00\x0cjP  ", "jpeg2000"),
+    (b"CMDb", "e2e"),
 )
+# Known, but not read: what to do instead.
+_NOT_READ = {
+    "e2e": "a Heidelberg E2E file; export it from HEYEX as .vol, XML or DICOM",
+    "heyex_xml": "a HEYEX XML export, whose images are read and not the XML itself",
+}
 _NIFTI_HEADER = 540  # bytes: the longer of the two versions
 
 
@@ -100,7 +106,8 @@ class Probe:
     """What the header alone says.
 
     Args:
-        kind: the format: ``dicom``, ``png``, ``jpeg``, ``tiff``, ``nifti``, ``bmp``, ``gif``, ``webp``, ``jpeg2000``.
+        kind: the format: ``dicom``, ``png``, ``jpeg``, ``tiff``, ``nifti``, ``bmp``, ``gif``, ``webp``, ``jpeg2000``,
+            ``heidelberg_vol``.
         frames: number of frames, pages or slices.
         height: rows as displayed.
         width: columns as displayed.
@@ -119,7 +126,7 @@ def decode(path: str | Path, frame: int = 0, options: DecodeOptions | None = Non
 
     Args:
         path: the file; its name does not matter.
-        frame: index of the frame (DICOM), page (TIFF) or slice (NIfTI) from 0.
+        frame: index of the frame (DICOM), page (TIFF), slice (NIfTI) or B-scan (Heidelberg .vol) from 0.
         options: see :class:`DecodeOptions`.
 
     Returns:
@@ -180,11 +187,23 @@ def sniff(head: bytes) -> str | None:
         return "webp"
     if head[:2] == b"\x1f\x8b" or _is_nifti(head):
         return "nifti"
+    if _is_vol(head):
+        return "heidelberg_vol"
+    if b"<HEDX" in head:
+        return "heyex_xml"
     return "dicom" if _starts_as_dataset(head) else None
 
 
 def _is_nifti(head: bytes) -> bool:
     return head[344:348] in (b"n+1\0", b"ni1\0") or head[4:8] in (b"n+2\0", b"ni2\0")
+
+
+def _is_vol(head: bytes) -> bool:
+    """Heidelberg's version text, or that of files written by the library eyepy, with plausible sizes behind it."""
+    if head.startswith(b"HSF-OCT"):
+        return True
+    sizes = [int.from_bytes(head[i : i + 4], "little") for i in (12, 16, 20)]
+    return head.startswith(b"ep-v") and all(0 < n < 65536 for n in sizes)
 
 
 def _starts_as_dataset(head: bytes) -> bool:
@@ -210,6 +229,8 @@ def _opened(path: str | Path) -> Iterator[tuple[BinaryIO, str]]:
             kind = sniff(head)
             if kind is None:
                 raise Undecodable("not a known image format")
+            if kind in _NOT_READ:
+                raise Undecodable(_NOT_READ[kind])
             file.seek(0)
             if head[:2] == b"\x1f\x8b":
                 with gzip.open(file) as unzipped:
@@ -245,6 +266,10 @@ def _module(kind: str) -> ModuleType:
         from medfed.data import nifti
 
         return nifti
+    if kind == "heidelberg_vol":
+        from medfed.data import vol
+
+        return vol
     from medfed.data import image
 
     return image

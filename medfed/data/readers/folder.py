@@ -1,4 +1,7 @@
-"""Class folders: ``root/<class>/...`` or ``root/{train,val,test}/<class>/...``, images of any supported kind."""
+"""Class folders: ``root/<class>/...`` or ``root/{train,val,test}/<class>/...``, images of any supported kind.
+
+HEYEX XML exports among them count as volumes of the pictures beside them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pydantic import BaseModel, field_validator
 from medfed.data.cohort import Cohort, Findings, Task, Unusable
 from medfed.data.readers.common import SPLITS, Names, Progress, build_cohort, group_or_self, natural_order
 from medfed.data.readers.frames import Entry, Frames, expand
+from medfed.data.readers.heyex import gather
 from medfed.data.readers.scan import Scan, scan
 from medfed.errors import DataError, nearest
 
@@ -64,7 +68,7 @@ def read(root: Path, options: Options, progress: Progress | None = None) -> Coho
     files.report(findings)
     with_splits = any(SPLITS.get(f.lower()) in ("train", "test") for f in files.folders if "/" not in f)
     paths, names, folders, splits = [], [], [], []
-    for path in files.images:
+    for path in gather(files, findings):
         name = files.relative(path)
         parts = name.split("/")
         split = SPLITS.get(parts[0].lower(), "") if with_splits and len(parts) > 1 else ""

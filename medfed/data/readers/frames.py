@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from medfed.data.cohort import Findings, Unusable
+from medfed.data.decode import Undecodable
+from medfed.data.readers import heyex
 from medfed.data.readers.common import Progress
 from medfed.data.readers.scan import ONE_FRAME_SUFFIXES, suffix_of
 
@@ -45,7 +47,8 @@ def expand(
 ) -> list[Entry]:
     """Lists the samples of files.
 
-    PNG, JPEG and BMP have one frame and are not opened here; of all others the header is read.
+    PNG, JPEG and BMP have one frame and are not opened here; of all others the header is read.  A HEYEX XML export is
+    a volume whose frames are the pictures beside it.
 
     Args:
         paths: the files.
@@ -58,9 +61,11 @@ def expand(
         progress: called with (headers read, headers to read).
 
     Returns:
-        The samples in the order of the files, with the patient id of the header (empty where there is none).
+        The samples in the order of the files, with the patient id of the header or of a HEYEX export beside the file
+        (empty where there is none).
     """
-    headers = [p for p in paths if suffix_of(p.name) not in ONE_FRAME_SUFFIXES]
+    exports = _exports(paths, names, findings)
+    headers = [p for p in paths if suffix_of(p.name) not in (*ONE_FRAME_SUFFIXES, ".xml")]
     rows = {}
     if headers:
         from medfed.data.header_index import index_headers
@@ -68,10 +73,15 @@ def expand(
         table = index_headers(headers, cache=cache, name=index_name, progress=progress)
         rows = {row.path: row for row in table.itertuples(index=False)}
     entries: list[Entry] = []
+    beside = heyex.Beside()
     aside = several = 0
     for source, (path, name) in enumerate(zip(paths, names)):
-        row, asked = rows.get(str(path)), given[source] if given else None
+        row, export, asked = rows.get(str(path)), exports.get(source), given[source] if given else None
+        if export is None and suffix_of(path.name) == ".xml":
+            continue  # unusable
         count, patient = (row.frames, row.patient_id.strip()) if row else (1, "")
+        if export:
+            count, patient = len(export.bscans), export.patient
         if row and row.reason:
             findings.unusable.append(Unusable(str(path), row.reason, name))
             continue
@@ -84,7 +94,29 @@ def expand(
         aside += (count - len(chosen)) if asked is None else 0
         for frame in chosen:
             sample = f"{name}#{frame}" if count > 1 else name
-            entries.append(Entry(source, sample, str(path), frame, patient))
+            if export:
+                entries.append(Entry(source, sample, str(export.bscans[frame]), 0, patient))
+            else:
+                entries.append(Entry(source, sample, str(path), frame, patient or beside.patient(path)))
     if several:
         findings.notes.append(f"{several} files with several frames; {aside} frames left aside (frames: {frames})")
     return entries
+
+
+def _exports(paths: Sequence[Path], names: Sequence[str], findings: Findings) -> dict[int, heyex.Export]:
+    """The HEYEX exports among the files, by position; what is wrong with one goes into the findings."""
+    found: dict[int, heyex.Export] = {}
+    for source, (path, name) in enumerate(zip(paths, names)):
+        if suffix_of(path.name) != ".xml":
+            continue
+        if not heyex.is_export(path):
+            findings.unusable.append(Unusable(str(path), "not a HEYEX XML export", name))
+            continue
+        try:
+            found[source] = export = heyex.read_export(path)
+        except Undecodable as error:
+            findings.unusable.append(Unusable(str(path), error.reason, name))
+            continue
+        reason = "named by the HEYEX export, but not beside it"
+        findings.unusable += [Unusable(str(path.parent / image), reason) for image in export.missing]
+    return found

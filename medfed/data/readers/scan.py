@@ -16,7 +16,7 @@ from medfed.errors import DataError
 
 DICOM_SUFFIXES = frozenset({".dcm", ".dicom", ".ima"})
 IMAGE_SUFFIXES = DICOM_SUFFIXES | {
-    ".png", ".jpg", ".jpeg", ".jpe", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".nii", ".nii.gz",
+    ".png", ".jpg", ".jpeg", ".jpe", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".nii", ".nii.gz", ".vol", ".e2e",
 }  # fmt: skip
 OTHER_SUFFIXES = frozenset({
     ".csv", ".tsv", ".txt", ".md", ".json", ".jsonl", ".yaml", ".yml", ".xml", ".html", ".pdf", ".zip", ".gz",
