@@ -1,8 +1,13 @@
-"""Rules that turn what clients report into aggregation weights: pure functions of small vectors."""
+"""Rules that turn what clients report into aggregation weights: pure functions of small vectors, or of models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from medfed.federation.messages import State
 
 EPSILON = 1e-10
 
@@ -59,3 +64,65 @@ def normalised(weights: Mapping[str, float], clients: Sequence[str]) -> dict[str
     """The weights of some clients, scaled to sum to one."""
     total = sum(weights[c] for c in clients)
     return {c: weights[c] / total for c in clients}
+
+
+@torch.no_grad()
+def distances(states: Mapping[str, State], clean: Collection[str]) -> dict[str, float]:
+    """Distance of every model to the nearest clean one (FedNoRo, Wu et al. IJCAI 2023; OCT-FedSIR).
+
+    d_k = min over clean j of sum over tensors of ||theta_k - theta_j||_2, and 0 for clean clients. Norms are taken
+    tensor by tensor and then added; all floating tensors count, BatchNorm statistics too.
+
+    Args:
+        states: models by client, of the same form.
+        clean: clients judged clean; those without a model here do not count.
+
+    Returns:
+        A distance by client, in the order of ``states``; all 0 where no clean model is at hand.
+    """
+    judges = [client for client in sorted(states) if client in clean]
+    return {
+        client: 0.0 if client in clean or not judges else min(_between(state, states[judge]) for judge in judges)
+        for client, state in states.items()
+    }
+
+
+def _between(one: State, other: State) -> float:
+    """Sum of the norms of the differences; only one difference is held at a time."""
+    return math.fsum(
+        float(torch.linalg.vector_norm(tensor - other[name], dtype=torch.float64))
+        for name, tensor in one.items()
+        if tensor.is_floating_point()
+    )
+
+
+def distance_aware(
+    states: Mapping[str, State], samples: Mapping[str, float], clean: Collection[str]
+) -> dict[str, float]:
+    """Weights of DaAgg (FedNoRo; OCT-FedSIR): w_k in proportion to N_k exp(-d_k / max_j d_j).
+
+    Scale-free: the farthest model has the factor 1/e however near it is. Where no client is clean, none is noisy, or
+    all models are the same, there is no distance and the weights are those of sample counts.
+
+    Args:
+        states: models by client.
+        samples: sample count of each of these clients.
+        clean: clients judged clean.
+
+    Returns:
+        Weights that sum to one, in the order of ``states``.
+
+    Raises:
+        ValueError: no model, or sample counts that sum to zero.
+    """
+    return discounted(samples, distances(states, clean))
+
+
+def discounted(samples: Mapping[str, float], distance: Mapping[str, float]) -> dict[str, float]:
+    """The second half of :func:`distance_aware`: weights from sample counts and distances, which name the clients."""
+    largest = max(distance.values(), default=0.0) or 1.0
+    raw = {client: float(samples[client]) * math.exp(-d / largest) for client, d in distance.items()}
+    total = math.fsum(raw.values())
+    if not total > 0:
+        raise ValueError("the weights of an average sum to zero")
+    return {client: w / total for client, w in raw.items()}

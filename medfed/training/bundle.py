@@ -161,18 +161,21 @@ class TrainingBundle:
         with seeded(seed):
             return make(seed=seed) if "seed" in inspect.signature(make).parameters else make()
 
-    def make_optimizer(self, params: Iterable[Any], learning_rate: float | None = None) -> torch.optim.Optimizer:
+    def make_optimizer(
+        self, params: Iterable[Any], learning_rate: float | None = None, weight_decay: float | None = None
+    ) -> torch.optim.Optimizer:
         """A new optimiser, without memory of earlier steps.
 
         Args:
             params: the parameters.
             learning_rate: replaces the bundle's.
+            weight_decay: replaces the bundle's.
         """
         if "optimizer" not in self._parsers:
             arguments = {k: v for k, v in self.config["optimizer"].items() if k != "params"}
             self._parsers["optimizer"] = self._parsed("optimizer", {**arguments, "_mode_": "callable"})
-        changed = {} if learning_rate is None else {"lr": learning_rate}
-        return self._parsers["optimizer"](params, **changed)
+        wanted = {"lr": learning_rate, "weight_decay": weight_decay}
+        return self._parsers["optimizer"](params, **{k: v for k, v in wanted.items() if v is not None})
 
     def pipeline(self) -> Pipeline:
         """How files become prepared images, with a key that changes when any setting of it does."""

@@ -133,6 +133,7 @@ class LocalTrainer:
         epochs: int = 1,
         batch_size: int | None = None,
         learning_rate: float | None = None,
+        weight_decay: float | None = None,
         on_batch: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None] | None = None,
     ) -> FitResult:
         """Trains the resident network on a client's data with a new optimiser.
@@ -147,6 +148,7 @@ class LocalTrainer:
             epochs: passes over the data.
             batch_size: images a step; the bundle's where None.
             learning_rate: replaces the bundle's.
+            weight_decay: replaces the bundle's.
             on_batch: called with the batch and the step's output after each step.
 
         Returns:
@@ -164,7 +166,7 @@ class LocalTrainer:
             self._trainer.train(
                 batches,
                 epochs,
-                self.bundle.make_optimizer(self._params, learning_rate),
+                self.bundle.make_optimizer(self._params, learning_rate, weight_decay),
                 objective or ClassificationObjective(self.bundle.task),  # type: ignore[arg-type]
                 step or self.bundle.step,
                 tally,
@@ -175,9 +177,17 @@ class LocalTrainer:
         """Logits ``[N, classes]``, float32, on the CPU, in the order of the data."""
         return predict(self.network, self._batches(data, batch_size))
 
-    def features(self, data: ArrayDataset, batch_size: int = 64) -> torch.Tensor:
-        """Pooled features ``[N, d]``, float32, on the CPU, in the order of the data."""
-        return predict(self.network, self._batches(data, batch_size), lambda net, x: pooled_features(net, x)[0])
+    def features(self, data: ArrayDataset, batch_size: int = 64, augmented: SeedParts | None = None) -> torch.Tensor:
+        """Pooled features ``[N, d]``, float32, on the CPU, in the order of the data.
+
+        Args:
+            data: the client's images.
+            batch_size: images a pass; only speed depends on it.
+            augmented: seed parts of a random augmentation; None for the deterministic images.
+        """
+        generator = None if augmented is None else torch_generator("features", *augmented)
+        batches = self._batches(data, batch_size, generator)
+        return predict(self.network, batches, lambda net, x: pooled_features(net, x)[0])
 
     def losses(self, data: ArrayDataset, batch_size: int = 64) -> torch.Tensor:
         """Plain loss of each sample ``[N]``, float32, on the CPU, with the labels of the data."""

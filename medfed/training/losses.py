@@ -74,7 +74,7 @@ def cross_entropy(
     Returns:
         The loss.
     """
-    return F.cross_entropy(_shifted(logits, offsets), labels, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(shifted(logits, offsets), labels, reduction=reduction, label_smoothing=label_smoothing)
 
 
 def binary_cross_entropy(
@@ -97,7 +97,7 @@ def binary_cross_entropy(
         The loss.
     """
     targets = labels.float() * (1 - label_smoothing) + 0.5 * label_smoothing
-    losses = F.binary_cross_entropy_with_logits(_shifted(logits, offsets), targets, reduction="none").mean(dim=1)
+    losses = F.binary_cross_entropy_with_logits(shifted(logits, offsets), targets, reduction="none").mean(dim=1)
     if reduction == "none":
         return losses
     return losses.mean() if reduction == "mean" else losses.sum()
@@ -121,6 +121,7 @@ def _frequencies(class_counts: torch.Tensor) -> torch.Tensor:
     return counts / total
 
 
-def _shifted(logits: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+def shifted(logits: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    """``logits + offsets``, in float32 where the logits have half precision."""
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return logits if offsets is None else logits + offsets

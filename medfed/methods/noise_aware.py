@@ -1,0 +1,104 @@
+"""Local training that methods against label noise share: by the client's status.
+
+A client judged clean trains on its observed labels; any other one also follows the received model as its teacher, on
+corrected labels where it has them (FedNoRo, FedSIR, OCT-FedSIR).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from medfed.federation.client import Client
+from medfed.federation.messages import Message
+
+if TYPE_CHECKING:
+    from medfed.training.objectives import ClassificationObjective
+
+
+def train_noise_aware(client: Client, message: Message) -> Message:
+    """Client task: trains the received model by the client's status.
+
+    Clean: (logit-adjusted) cross-entropy on the observed labels. Otherwise, with y* the client's corrected labels
+    (``labels`` of its memory) or, before any correction, the observed ones::
+
+        weight * KL(p_T || p_S) + (1 - weight) * CE(z + m, y*)
+
+    with the received model as teacher; see :class:`~medfed.training.objectives.DistillationObjective`. The offsets m
+    keep the prior of the observed labels.
+
+    Args:
+        client: the client.
+        message: group ``model``; values ``status``, ``weight``, ``temperature``, ``soften_student``, ``epochs``,
+            ``learning_rate`` (None for the bundle's) and ``logit_adjustment``. Optional values: ``least_count`` (1):
+            classes count at least so many samples in the prior, or, at 0, classes without any are left out of the KL,
+            as released with FedNoRo; ``distil_on`` (``all``): ``disagree`` lets only those samples follow the
+            teacher for which the last relabelling found no agreed class (FedSIR).
+
+    Returns:
+        Group ``model``; values ``samples``, ``loss``, ``steps`` and ``skipped``.
+    """
+    from medfed.training.objectives import DistillationObjective
+
+    values, received = message.values, message.group("model")
+    client.load(received)
+    least = values.get("least_count", 1)
+    objective: Any = prior_adjusted(client, values["logit_adjustment"], least)
+    data = client.data
+    if values["status"] != "clean":
+        if "labels" in client.memory:
+            data = data.with_labels(client.memory["labels"])
+        objective = DistillationObjective(
+            objective,
+            received,
+            weight=values["weight"],
+            temperature=values["temperature"],
+            soften_student=values["soften_student"],
+            mask=_disagreed(client) if values.get("distil_on", "all") == "disagree" else None,
+            observed=None if least else client.class_counts() > 0,
+        )
+    result = client.fit(data, objective=objective, epochs=values["epochs"], learning_rate=values["learning_rate"])
+    return Message.of(
+        {"samples": client.num_samples, "loss": result.loss, "steps": result.steps, "skipped": result.skipped},
+        model=client.model(),
+    )
+
+
+def prior_adjusted(client: Client, logit_adjustment: bool = True, least_count: float = 1) -> ClassificationObjective:
+    """Cross-entropy with the prior of the client's observed labels.
+
+    Args:
+        client: the client.
+        logit_adjustment: False for plain cross-entropy.
+        least_count: samples that a class counts at least, so that one that the client lacks keeps a prior of the
+            size 1/N. At 0 it gets the floor of :func:`~medfed.training.losses.logit_adjustment_offsets`.
+    """
+    from medfed.training.losses import logit_adjustment_offsets
+    from medfed.training.objectives import ClassificationObjective
+
+    if not logit_adjustment:
+        return ClassificationObjective("multiclass")
+    return ClassificationObjective("multiclass", logit_adjustment_offsets(client.class_counts().clamp_min(least_count)))
+
+
+def _disagreed(client: Client) -> torch.Tensor | None:
+    """``[N]``: samples without an agreed class at the last relabelling; None before the first."""
+    if "audit_proposals" not in client.memory:
+        return None
+    return client.memory["audit_proposals"][-1] < 0
+
+
+def ramp_up(round: int, begin: int, end: int) -> float:
+    """Gaussian ramp-up ``exp(-5 (1 - (clip(t, b, e) - b) / (e - b))^2)`` (FedNoRo; FedSIR), 1 from round e on.
+
+    Args:
+        round: the round, from 1; t counts from 0, as published.
+        begin: b.
+        end: e; not after b means no ramp, 1 always.
+    """
+    if end <= begin:
+        return 1.0
+    passed = (min(max(round - 1, begin), end) - begin) / (end - begin)
+    return math.exp(-5.0 * (1.0 - passed) ** 2)
