@@ -15,6 +15,9 @@ METHODS: dict[str, str] = {
     "fedavg": "medfed.methods.fedavg:METHOD",
     "fedism": "medfed.methods.fedism:METHOD",
     "fedism_plus": "medfed.methods.fedism:PLUS",
+    "fedsir": "medfed.methods.fedsir:METHOD",
+    "oct_fedsir": "medfed.methods.oct_fedsir:METHOD",
+    "pruning": "medfed.methods.pruning:METHOD",
 }
 
 
