@@ -189,6 +189,8 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
             where="method",
             fix="Use a multiclass reading of the labels, or another method.",
         )
+    if experiment.condition.label_noise is not None:
+        experiment.condition.label_noise.targets(cohort.task)  # refuses before any image is decoded
     bundle = load_bundle(experiment, cohort.task)
     bundle.build_network(seed=0)
     pipeline = bundle.pipeline()
@@ -205,6 +207,8 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     digests = dict(built.digests)
     condition = generate(train, test, experiment.condition, digests={s: digests[s] for s in cohort.table["sample"]})
     check_condition(experiment, condition)
+    if line := condition.label_noise_line():
+        say(line)
     corruption = corruption_of(experiment)
     rows, corrupted_rows = dict(built.rows), {}
     if corruption is not None:

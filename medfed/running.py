@@ -20,6 +20,7 @@ from medfed.federation.messages import State
 from medfed.federation.participation import round_half_up
 from medfed.federation.server import Engine, Patience, Server
 from medfed.federation.state import ServerState, load_state, save_state, write_tensors
+from medfed.judging import AnnotationJudge, joined
 from medfed.methods.registry import resolve_method
 from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
 from medfed.tracking.records import RecordLog
@@ -159,6 +160,8 @@ def new_folder(prepared: Prepared) -> RunFolder:
         method_settings=prepared.settings.model_dump(mode="json"),
         seed=experiment.seed,
         condition_hash=prepared.condition.hash,
+        partition_hash=prepared.condition.partition_hash,
+        mislabelled=sum(prepared.condition.mislabelled.values()),
         data_hash=prepared.data_hash,
         initial_model_hash=prepared.initial_model_hash,
         bundle_hash=prepared.bundle.content_hash(),
@@ -242,7 +245,7 @@ def execute(
             prepared.method,
             prepared.settings,
             server,
-            evaluate=evaluation(prepared, trainer, predictions),
+            evaluate=evaluation(prepared, trainer, predictions, AnnotationJudge(prepared.condition, folder.clients)),
             append=log.append,
             listeners=[lambda *_: tracker.push(), *listeners],
         )
@@ -316,22 +319,22 @@ def host_of_run(path: str, device: str, threads: int) -> ClientHost:
 
 
 def evaluation(
-    prepared: Prepared, trainer: LocalTrainer, predictions: PredictionFiles
+    prepared: Prepared, trainer: LocalTrainer, predictions: PredictionFiles, judge: Callable[[Server], dict[str, Any]]
 ) -> Callable[[Server], dict[str, Any]]:
-    """What is measured after a round: nothing in rounds without an evaluation."""
+    """What is measured after a round: the model in rounds with an evaluation, what the method says of labels always."""
     plan = prepared.experiment.evaluation
     evaluator = prepared.evaluator()
 
     def evaluate(server: Server) -> dict[str, Any]:
         last = server.round > server.num_rounds - plan.last
         if server.round % plan.every and not last:
-            return {}
+            return judge(server)
         trainer.load(server.model)
         found = evaluator.evaluate(lambda data: trainer.predict(data, plan.batch_size))
         if plan.keep_predictions:
             score = found.evaluation["clean"].get("balanced_accuracy")
             predictions.write(server.round, evaluator.predictions(found), score)
-        return found.record()
+        return joined(found.record(), judge(server))
 
     return evaluate
 

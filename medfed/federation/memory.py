@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +87,11 @@ class ClientMemory(MutableMapping[str, Any]):
         self._saved, self._changed = dict(self._items), False
 
     def _versions(self) -> list[int]:
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        return sorted(int(p.stem.split("-")[1]) for p in self._folder.glob("memory-*.safetensors"))
+        return [] if self._folder is None else _versions(self._folder)
 
     def _path(self, step: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"memory-{step:08d}.safetensors"
+        return _file(self._folder, step)
 
     def _read(self, step: int) -> dict[str, Any]:
         tensors, plain = read_tensors(self._path(step))
@@ -121,3 +119,45 @@ class ClientMemory(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+def newest_version(folder: Path, step: int | None = None) -> tuple[int, int] | None:
+    """Which version of a client's memory is the newest, without reading it.
+
+    Args:
+        folder: the client's folder.
+        step: look at versions up to this request only; None takes them all.
+
+    Returns:
+        The request that wrote it and the time it was written (ns), which together name its content; None where there
+        is none.
+    """
+    written = [v for v in _versions(folder) if step is None or v <= step]
+    return (written[-1], _file(folder, written[-1]).stat().st_mtime_ns) if written else None
+
+
+def newest_memory(folder: Path, step: int | None = None, names: Collection[str] | None = None) -> dict[str, Any]:
+    """What a client knew after a request, for those who read it without being that client's task.
+
+    Args:
+        folder: the client's folder.
+        step: the last request that counts; versions that a killed server's later requests left are passed by. None
+            takes the newest version.
+        names: read these items only.
+
+    Returns:
+        Tensors and plain values by name; empty where there is none.
+    """
+    version = newest_version(folder, step)
+    if version is None:
+        return {}
+    tensors, plain = read_tensors(_file(folder, version[0]), names)
+    return {k: v for k, v in {**plain, **tensors}.items() if names is None or k in names}
+
+
+def _versions(folder: Path) -> list[int]:
+    return sorted(int(p.stem.split("-")[1]) for p in folder.glob("memory-*.safetensors"))
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"memory-{step:08d}.safetensors"

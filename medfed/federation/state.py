@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,13 +118,14 @@ def write_tensors(path: Path, tensors: State, header: dict[str, Any], keep: Path
     return path
 
 
-def read_tensors(path: Path) -> tuple[State, dict[str, Any]]:
-    """Reads what :func:`write_tensors` wrote."""
+def read_tensors(path: Path, names: Collection[str] | None = None) -> tuple[State, dict[str, Any]]:
+    """Reads what :func:`write_tensors` wrote: all tensors, or those of some names, and the header."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if "medfed" not in metadata:
             raise ValueError("not written by medfed")
-        return {k: file.get_tensor(k) for k in file.keys()}, json.loads(metadata["medfed"])  # noqa: SIM118
+        wanted = [k for k in file.keys() if names is None or k in names]  # noqa: SIM118
+        return {k: file.get_tensor(k) for k in wanted}, json.loads(metadata["medfed"])
 
 
 def sync_folder(folder: Path) -> None:

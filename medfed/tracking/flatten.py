@@ -21,10 +21,15 @@ def flatten_record(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[st
     Returns:
         The federation's metrics (``clean/balanced_accuracy``, ``server/...``, ``seconds/total``, ``bytes/up``,
         ``clients/asked``, ``clients/admitted``, ``clients/refused``, ``warnings``), and the metrics of each client
-        (``client/weight``, ``evaluation/balanced_accuracy``).  Text, lists and what is not defined have no metric.
+        (``client/weight``, ``evaluation/balanced_accuracy``; of a part of the evaluation that has clients of its own
+        ``relabelling/recovery``).  Text, lists and what is not defined have no metric.
     """
     evaluation = dict(record.get("evaluation") or {})
-    evaluated = evaluation.pop("clients", None) or {}
+    evaluated = {"evaluation": evaluation.pop("clients", None) or {}}
+    for part, values in evaluation.items():
+        if isinstance(values, Mapping) and isinstance(values.get("clients"), Mapping):
+            evaluated[part] = values["clients"]
+            evaluation[part] = {k: v for k, v in values.items() if k != "clients"}
     server = dict(numbers(evaluation))
     for part in ("server", "seconds", "bytes"):
         server |= dict(numbers(record.get(part) or {}, part))
@@ -34,10 +39,10 @@ def flatten_record(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[st
     server["warnings"] = float(len(record.get("warnings") or ()))
     reported = record.get("clients") or {}
     clients = {}
-    for name in sorted({*reported, *evaluated}):
-        values = dict(numbers(reported.get(name) or {}, "client"))
-        values |= dict(numbers(evaluated.get(name) or {}, "evaluation"))
-        clients[name] = values
+    for name in sorted({*reported, *(c for by_client in evaluated.values() for c in by_client)}):
+        clients[name] = dict(numbers(reported.get(name) or {}, "client"))
+        for part, by_client in evaluated.items():
+            clients[name] |= dict(numbers(by_client.get(name) or {}, part))
     return server, clients
 
 
