@@ -346,17 +346,18 @@ def _undefined(runs: Sequence[Run], result: Comparison) -> list[str]:
     by_runs: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, column in itertools.product(result.metrics, COLUMNS):
         finals = [(run, run.final(f"{column}/{name}", result.last)) for run in runs]
-        short = [
+        part = [
             f"{run.folder} ({final.defined} of {len(final.rounds)} rounds)"
             for run, final in finals
             if final.rounds and not final.complete
         ]
-        if short:
-            by_runs[name, tuple(short)].append(COLUMN_LABELS[column])
-    return [
-        f"{metric(name).label}, {', '.join(columns)}: not always defined in {len(short)} of {len(runs)} runs: {few(short)}"
-        for (name, short), columns in by_runs.items()
-    ]
+        if part:
+            by_runs[name, tuple(part)].append(COLUMN_LABELS[column])
+    notes = []
+    for (name, short), columns in by_runs.items():
+        where = f"{len(short)} of {len(runs)} runs"
+        notes.append(f"{metric(name).label}, {', '.join(columns)}: not always defined in {where}: {few(short)}")
+    return notes
 
 
 def _notes(result: Comparison, unlike: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ from medfed.report.plots import (
 from medfed.report.runs import Run
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MOST_POINTS = 8000
@@ -228,8 +229,13 @@ def timing(run: Run) -> Figure | None:
 
 
 @styled
-def traffic(run: Run) -> Figure | None:
-    """Bytes a round, down to and up from the clients."""
+def traffic(run: Run, marks: Mapping[str, Sequence[int]] | None = None) -> Figure | None:
+    """Bytes a round, down to and up from the clients.
+
+    Args:
+        run: the run.
+        marks: rounds in which more was sent than models, by what it was; marked above the bars.
+    """
     parts = {p: dict(run.values(f"bytes/{p}")) for p in ("down", "up")}
     rounds = sorted({r for p in parts.values() for r in p})
     if not rounds:
@@ -237,7 +243,23 @@ def traffic(run: Run) -> Figure | None:
     most = max(_or_zero(v) for p in parts.values() for v in p.values())
     scale, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if most >= s), (1.0, "bytes"))
     names = {"down": "down to clients", "up": "up to the server"}
-    return _stacked(rounds, {names[p]: [_or_zero(parts[p].get(r)) / scale for r in rounds] for p in parts}, unit)
+    sizes = {names[p]: [_or_zero(parts[p].get(r)) / scale for r in rounds] for p in parts}
+    figure = _stacked(rounds, sizes, unit)
+    totals = {r: sum(column) for r, column in zip(rounds, zip(*sizes.values()))}
+    _marked(figure.axes[0], totals, marks or {})
+    return figure
+
+
+def _marked(axes: Axes, totals: Mapping[int, float], marks: Mapping[str, Sequence[int]]) -> None:
+    """A sign above the bar of each marked round."""
+    top = max(totals.values(), default=0.0) or 1.0
+    for i, (label, rounds) in enumerate(marks.items()):
+        at = [r for r in rounds if r in totals]
+        above = [totals[r] + top * (0.05 + 0.07 * i) for r in at]
+        axes.plot(at, above, "v^"[i % 2], color=INK, ms=5, ls="", label=label)
+    if marks:
+        axes.set_ylim(0, top * (1.1 + 0.07 * len(marks)))
+        legend_above(axes, 2)
 
 
 def _or_zero(value: float | None) -> float:

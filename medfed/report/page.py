@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from medfed.report import contents, figures, plots, tables
+from medfed.report import contents, figures, plots, reliability, reliability_figures, tables
 from medfed.report.compare import Comparison
 from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, choose, metric
-from medfed.report.notices import notices, ranges, refusals
+from medfed.report.notices import in_rounds, notices, ranges, refusals
 from medfed.report.runs import Run
 
 TEST_SETS = ("clean", "corrupted")
@@ -36,6 +36,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
     predictions = contents.last_predictions(run) or {}
     table = contents.client_table(run)
     versions = contents.flat(run.meta.get("versions") or {})
+    marks = reliability.marks(run)
     view = {
         "run": run,
         "averaged": max((len(run.final(f"{g}/{n}", last).rounds) for g in TEST_SETS for n in names), default=0),
@@ -71,12 +72,52 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "corrupted": corrupted,
         "facts": contents.condition_facts(run),
         "left_out": contents.left_out(run),
+        "labels": labels_view(run),
+        "marks": {what: in_rounds(rounds) for what, rounds in marks.items()},
         "timing": _svg(figures.timing(run), "Seconds a round", "Time of clients, of evaluation and of the rest."),
-        "traffic": _svg(figures.traffic(run), "Bytes a round", "What was sent down to clients and up."),
+        "traffic": _svg(figures.traffic(run, marks), "Bytes a round", "What was sent down to clients and up."),
         "config": contents.configuration(run),
     }
     # Last, when every file was opened, so that what cannot be read is among the notices.
     return {**view, "notices": notices(run, last), **common()}
+
+
+def labels_view(run: Run) -> dict[str, Any] | None:
+    """What is shown of the reliability of labels; None where no client was judged and no label proposed."""
+    noisy = contents.noisy_clients(run)
+    found, checkpoints = reliability.identification(run, noisy), reliability.checkpoints(run)
+    if found is None and not checkpoints:
+        return None
+    view: dict[str, Any] = {
+        "found": found,
+        "noisy": noisy,
+        "relabelling": reliability.relabelling_table(checkpoints),
+        "checkpoints": _svg(
+            reliability_figures.relabelling(checkpoints),
+            "Relabelling by checkpoint",
+            "How many training targets are edited or wrong, and how right the edits are.",
+        ),
+    }
+    if found is None:
+        return view
+    return view | {
+        "judged": in_rounds(found.rounds),
+        "counts": [(s, len(found.of(s))) for s in reliability.STATUS],
+        "quality": [(t, _percent(found.quality[k])) for k, t in reliability.QUALITY.items() if k in found.quality],
+        "verdicts": reliability.verdict_table(found),
+        "confusion": reliability.confusion_table(found),
+        "similarity": reliability.similarity_tables(run, found),
+        "distributions": _svg(
+            reliability_figures.distributions(found),
+            "Grounds of the verdicts",
+            "Each client's probability of being clean, descriptors and evidence, by verdict.",
+        ),
+        "space": _svg(
+            reliability_figures.descriptor_space(found),
+            "Descriptor space",
+            "The three descriptors of every client against each other, coloured by verdict.",
+        ),
+    }
 
 
 def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
@@ -261,7 +302,7 @@ def _short(digest: Any) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.2f}"
+    return "n/a" if value is None or math.isnan(value) else f"{100 * value:.2f}"
 
 
 def _row(result: Comparison, method: str, name: str) -> list[Any]:

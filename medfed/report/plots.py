@@ -103,7 +103,7 @@ def line(axes: Axes, points: Sequence[tuple[int, float]], *, tip: str = "", **st
     before, after = np.r_[False, defined[:-1]], np.r_[defined[1:], False]
     artist = axes.plot(rounds, values, solid_capstyle="round", **style)[0]
     if tip:
-        artist.set_gid(_TIP + tip)
+        artist.set_gid(hover(tip))
     alone = defined & ~before & ~after
     if alone.any():
         axes.plot(rounds[alone], values[alone], "o", ms=4, color=style.get("color"), alpha=style.get("alpha"))
@@ -113,6 +113,11 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
     """A legend above the axes, if anything has a label."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.6)
+
+
+def hover(text: str) -> str:
+    """The id of an artist that makes :func:`svg` show a text where a pointer rests on it."""
+    return _TIP + text
 
 
 _TIP = "tip:"

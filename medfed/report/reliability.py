@@ -1,0 +1,364 @@
+"""How reliable the labels of clients were found to be: what a run recorded, as plain values and tables.
+
+Methods that identify noisy clients record, in the rounds of an identification, a verdict and its grounds for each
+client, and in the rounds of a relabelling how many training targets changed; evaluation adds, in a simulation, how
+right that was.  Everything here reads the run directory; the drawings are in
+:mod:`medfed.report.reliability_figures`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from medfed.report.contents import client_table
+from medfed.report.runs import Run, quantity
+
+STATUS = ("clean", "noisy", "undetermined")
+DESCRIPTORS = {
+    "descriptor_mean": "mean cosine",
+    "descriptor_energy": "mean squared cosine",
+    "descriptor_max": "largest cosine",
+}
+"""What describes the similarity of a client's classes, and what it is called."""
+QUALITY = {
+    "accuracy": "accuracy",
+    "clean_precision": "clean precision",
+    "clean_recall": "clean recall",
+    "clean_f1": "clean F1",
+    "noisy_recall": "noisy recall",
+    "noisy_f1": "noisy F1",
+}
+RELABELLING = {
+    "edit_rate": "edit rate",
+    "recovery": "recovery",
+    "correction_precision": "correction precision",
+    "false_correction_rate": "false-correction rate",
+    "residual_noise": "residual noise",
+    "noise_rate": "observed noise",
+}
+"""The shares that evaluation records of a relabelling, in the order of the tables."""
+MEANINGS = {
+    "edit_rate": "targets that differ from the observed label",
+    "recovery": "wrong labels that were set right; higher is better",
+    "correction_precision": "edits that are right; higher is better",
+    "false_correction_rate": "right labels that were made wrong; lower is better",
+    "residual_noise": "targets that are wrong; lower is better",
+    "noise_rate": "observed labels that are wrong",
+}
+_ORDINARY = {"samples", "loss", "weight", "steps", "skipped", "sharpness", "edited", "proposed", "seconds", "status"}
+_GROUNDS = {"p_clean", "observed_classes", *DESCRIPTORS}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One client as it was judged.
+
+    Args:
+        status: the newest verdict, one of :data:`STATUS`.
+        history: round and verdict wherever the verdict changed; the first one is the first verdict.
+        values: ``p_clean``, descriptors, ``observed_classes`` and further evidence; NaN where not defined.
+    """
+
+    status: str
+    history: tuple[tuple[int, str], ...]
+    values: Mapping[str, float]
+
+    @property
+    def p_clean(self) -> float:
+        """Probability of being clean; NaN where the identification gave none."""
+        return self.values.get("p_clean", math.nan)
+
+
+@dataclass(frozen=True)
+class Identification:
+    """The verdicts of a run.
+
+    Args:
+        rounds: the rounds in which clients were judged.
+        kind: which identification it was; empty where that is not recorded.
+        clients: by name, sorted.
+        evidence: names of the values beside probability, descriptors and number of classes.
+        noisy: clients whose labels a simulation corrupted; None where the truth is not known.
+        quality: what evaluation measured at the newest identification; empty where there is no truth.
+    """
+
+    rounds: tuple[int, ...]
+    kind: str
+    clients: Mapping[str, Judged]
+    evidence: tuple[str, ...]
+    noisy: frozenset[str] | None
+    quality: Mapping[str, float]
+
+    def of(self, status: str) -> list[str]:
+        """Names with this verdict."""
+        return [n for n, c in self.clients.items() if c.status == status]
+
+    def defined(self, name: str) -> bool:
+        """Whether a value is defined for any client."""
+        return any(math.isfinite(c.values.get(name, math.nan)) for c in self.clients.values())
+
+    def wrong(self, name: str) -> bool:
+        """Judged, and otherwise than the truth has it."""
+        return self.noisy is not None and self.clients[name].status == ("clean" if name in self.noisy else "noisy")
+
+    def confusion(self) -> dict[str, list[int]] | None:
+        """Clients by truth (``clean``, ``noisy``) and verdict (:data:`STATUS`); None without truth."""
+        if self.noisy is None:
+            return None
+        rows = {"clean": [0, 0, 0], "noisy": [0, 0, 0]}
+        for name, client in self.clients.items():
+            rows["noisy" if name in self.noisy else "clean"][STATUS.index(client.status)] += 1
+        return rows
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One relabelling.
+
+    Args:
+        round: its round.
+        edited: targets that differ from the observed labels, pooled over clients.
+        pooled: ``edit_rate`` and, in a simulation, the other keys of :data:`RELABELLING`; NaN where not defined.
+        clients: the same by client.
+    """
+
+    round: int
+    edited: int
+    pooled: Mapping[str, float]
+    clients: Mapping[str, Mapping[str, float]]
+
+
+def identification(run: Run, noisy: frozenset[str] | None) -> Identification | None:
+    """The verdicts of a run, the newest of each client; None where no client was judged.
+
+    Args:
+        run: the run.
+        noisy: see :func:`medfed.report.contents.noisy_clients`.
+    """
+    judged = [r for r in run.records if any(_status(c) for c in _clients(r).values())]
+    if not judged:
+        return None
+    history: dict[str, list[tuple[int, str]]] = {}
+    values: dict[str, dict[str, float]] = {}
+    names = _evidence(run, judged)
+    for record in judged:
+        for client, columns in _clients(record).items():
+            status = _status(columns)
+            if status is None:
+                continue
+            seen = history.setdefault(client, [])
+            if not seen or seen[-1][1] != status:
+                seen.append((record["round"], status))
+            found = {n: quantity(record, f"client/{client}/{n}") for n in (*_GROUNDS, *names)}
+            values.setdefault(client, {}).update({n: v for n, v in found.items() if v is not None})
+    clients = {c: Judged(history[c][-1][1], tuple(history[c]), values[c]) for c in sorted(history)}
+    measured = [r for r in run.records if (r.get("evaluation") or {}).get("identification")]
+    quality = {k: v for k in QUALITY if measured and (v := quantity(measured[-1], f"identification/{k}")) is not None}
+    kind = (run.meta.get("method_settings") or {}).get("identification")
+    rounds = tuple(r["round"] for r in judged)
+    return Identification(rounds, kind if isinstance(kind, str) else "", clients, names, noisy, quality)
+
+
+def _clients(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {str(c): v for c, v in (record.get("clients") or {}).items() if isinstance(v, Mapping)}
+
+
+def _status(columns: Mapping[str, Any]) -> str | None:
+    return columns["status"] if columns.get("status") in STATUS else None
+
+
+def _evidence(run: Run, judged: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Numbers of clients that stand beside a verdict and nowhere else, in the order recorded."""
+    rounds = {r["round"] for r in judged}
+    elsewhere = {n for r in run.records if r["round"] not in rounds for c in _clients(r).values() for n in c}
+    names: dict[str, None] = {}
+    for record in judged:
+        for client, columns in _clients(record).items():
+            beside = (n for n in columns if quantity(record, f"client/{client}/{n}") is not None)
+            names.update(dict.fromkeys(n for n in beside if n not in _ORDINARY | _GROUNDS | elsewhere))
+    return tuple(names)
+
+
+def checkpoints(run: Run) -> list[Checkpoint]:
+    """The relabellings of a run, in order.
+
+    Without truth, what remains is how many targets were edited: of each client's samples.
+    """
+    sizes = {}
+    if (table := client_table(run)) is not None:
+        sizes = dict(zip(table.clients, map(int, table.samples)))
+    found = []
+    for record in run.records:
+        measured = (record.get("evaluation") or {}).get("relabelling")
+        columns = {c: v for c, v in _clients(record).items() if quantity(record, f"client/{c}/edited") is not None}
+        if not isinstance(measured, Mapping) and not columns:
+            continue
+        edits = {c: int(v["edited"] or 0) for c, v in columns.items()}
+        if isinstance(measured, Mapping):
+            by_client = {str(c): _shares(v) for c, v in (measured.get("clients") or {}).items()}
+            pooled = _shares(measured)
+            edited = measured.get("edited")
+        else:
+            of = {c: sizes.get(c) or int(columns[c].get("samples") or 0) for c in columns}
+            by_client = {c: {"edit_rate": edits[c] / of[c]} for c in columns if of[c]}
+            pooled = {"edit_rate": sum(edits.values()) / sum(of.values())} if sum(of.values()) else {}
+            edited = None
+        total = int(edited) if isinstance(edited, (int, float)) else sum(edits.values())
+        found.append(Checkpoint(record["round"], total, pooled, by_client))
+    return found
+
+
+def _shares(values: Any) -> dict[str, float]:
+    values = values if isinstance(values, Mapping) else {}
+    return {k: math.nan if values[k] is None else float(values[k]) for k in RELABELLING if k in values}
+
+
+def marks(run: Run) -> dict[str, list[int]]:
+    """Rounds of what happens beside the training: identification and relabelling."""
+    judged = identification(run, None)
+    found = {
+        "identification": list(judged.rounds) if judged else [],
+        "relabelling": [c.round for c in checkpoints(run)],
+    }
+    return {k: v for k, v in found.items() if v and len(v) < len(run.records)}
+
+
+def similarities(run: Run, found: Identification) -> list[tuple[str, str, np.ndarray]]:
+    """Class similarity of the clean and of the noisy client whose verdicts are the most certain.
+
+    They are read from the clients' own memories, which a simulation keeps in the run directory; nobody sent them.
+
+    Returns:
+        Status, client and cosines ``[C, C]`` (NaN for absent classes); of each status at most one client.
+    """
+    folder = run.path / "clients"
+    if not folder.is_dir():
+        return []
+    chosen = []
+    for status, sign in (("clean", -1.0), ("noisy", 1.0)):
+        certain = sorted(found.of(status), key=lambda c: _or_half(sign * found.clients[c].p_clean, sign))
+        for client in certain:
+            matrix = _similarity(run, client)
+            if matrix is not None:
+                chosen.append((status, client, matrix))
+                break
+    return chosen
+
+
+def _or_half(value: float, sign: float) -> float:
+    return value if math.isfinite(value) else 0.5 * sign
+
+
+def _similarity(run: Run, client: str) -> np.ndarray | None:
+    from medfed.federation.memory import client_folder, newest_memory
+
+    folder = run.path / "clients" / client_folder(client)
+    try:
+        matrix = newest_memory(folder, names=("similarity",)).get("similarity")
+    except (OSError, ValueError, KeyError) as error:
+        run.problems.append(f"the memory of {client} cannot be read ({type(error).__name__})")
+        return None
+    if matrix is None:
+        return None
+    matrix = np.asarray(matrix, np.float64)
+    size = len(run.classes)
+    known = matrix.shape == (size, size) and np.isfinite(matrix[~np.eye(size, dtype=bool)]).any()
+    return matrix if known else None
+
+
+# Tables for the page.
+
+
+def verdict_table(found: Identification) -> dict[str, Any]:
+    """A row a client: ``header`` (name, meaning) and ``rows`` (client, status, truly noisy or not, wrong, cells)."""
+    shown = [n for n in ("p_clean", *DESCRIPTORS, "observed_classes", *found.evidence) if found.defined(n)]
+    titles = {"p_clean": "p(clean)", "observed_classes": "classes", **DESCRIPTORS}
+    revised = any(len(c.history) > 1 for c in found.clients.values())
+    whole = {n for n in shown if n not in ("p_clean", *DESCRIPTORS) and _whole(found, n)}
+    rows = []
+    for name, client in found.clients.items():
+        cells = [number(client.values.get(n, math.nan), 0 if n in whole else 3) for n in shown]
+        if revised:
+            earlier = ", ".join(f"{status} in round {round_}" for round_, status in client.history[:-1])
+            cells.append(earlier or "–")
+        truth = None if found.noisy is None else name in found.noisy
+        rows.append((name, client.status, truth, found.wrong(name), cells))
+    header = [titles.get(n, n.replace("_", " ")) for n in shown] + ["earlier"] * revised
+    return {"header": header, "rows": rows, "known": found.noisy is not None}
+
+
+def confusion_table(found: Identification) -> list[tuple[str, list[tuple[int, float, bool]]]] | None:
+    """Rows by truth: count, share of the row and whether it is right, for each verdict; None without truth."""
+    table = found.confusion()
+    if table is None:
+        return None
+    return [
+        (truth, [(n, n / max(sum(row), 1), verdict == truth) for n, verdict in zip(row, STATUS)])
+        for truth, row in table.items()
+    ]
+
+
+def similarity_tables(run: Run, found: Identification) -> dict[str, Any] | None:
+    """Cosines for the page, with a shade from 0 (lowest of all off the diagonal) to 1 (highest).
+
+    Returns:
+        ``low``, ``high`` and ``tables``: status, client and rows of (class, cells of (text, shade or None)).
+    """
+    matrices = similarities(run, found)
+    if not matrices:
+        return None
+    off = ~np.eye(len(run.classes), dtype=bool)
+    values = np.concatenate([m[off] for _, _, m in matrices])
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    span = high - low or 1.0
+    tables = []
+    for status, client, matrix in matrices:
+        rows = []
+        for i, (name, row) in enumerate(zip(run.classes, matrix)):
+            cells = [
+                (number(v, 2), float((v - low) / span) if i != j and math.isfinite(v) else None)
+                for j, v in enumerate(row)
+            ]
+            rows.append((name, cells))
+        tables.append((status, client, rows))
+    return {"low": number(low, 2), "high": number(high, 2), "tables": tables}
+
+
+def relabelling_table(found: list[Checkpoint]) -> dict[str, Any] | None:
+    """``header``, ``pooled`` (checkpoint by checkpoint) and ``clients`` (at the last one), cells in percent."""
+    if not found:
+        return None
+    last = found[-1]
+    known = {k for c in found for part in (c.pooled, *c.clients.values()) for k in part}
+    keys = [k for k in RELABELLING if k in known]
+
+    def cells(values: Mapping[str, float]) -> list[str]:
+        return [percent(values.get(k, math.nan)) for k in keys]
+
+    return {
+        "header": [(RELABELLING[k], MEANINGS[k]) for k in keys],
+        "pooled": [(c.round, c.edited, cells(c.pooled)) for c in found],
+        "clients": [(n, cells(v)) for n, v in sorted(last.clients.items())],
+        "round": last.round,
+    }
+
+
+def _whole(found: Identification, name: str) -> bool:
+    """Every defined value of it is a whole number: a count."""
+    values = [c.values.get(name, math.nan) for c in found.clients.values()]
+    return all(v.is_integer() for v in values if math.isfinite(v))
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number of a table."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+
+
+def percent(value: float) -> str:
+    """A share in percent, without the sign."""
+    return f"{100 * value:.1f}" if math.isfinite(value) else "–"
