@@ -92,7 +92,7 @@ def published(
 
     What the paper leaves open: a client with fewer than two observed classes has no descriptors, is undetermined and
     has no part in the mixture (as zeros it would look cleaner than any clean client); clients that are all identical
-    are all clean; so is a client that has none to be compared with.
+    are all clean, and so is a client that has none to be compared with, with unknown probability.
 
     Args:
         descriptors: of each client.
@@ -106,10 +106,10 @@ def published(
     names = sorted(c for c, d in descriptors.items() if d.pairs and math.isfinite(d.mean + d.energy + d.maximum))
     notes = []
     if others := sorted(set(descriptors) - set(names)):
-        notes.append(f"Without two observed classes, not judged: {', '.join(others)}.")
+        notes.append(f"Not judged, since it takes finite descriptors of two observed classes: {', '.join(others)}.")
     numbers = [[d.mean, d.energy, d.maximum][: 3 if use_maximum else 2] for d in (descriptors[c] for c in names)]
-    points = np.array(numbers, float).reshape(len(names), -1)
-    clean = np.ones(len(names))
+    points = np.array(numbers, float)
+    clean = np.full(len(names), np.nan)
     if len(names) < 2:
         notes.append("Nothing to compare: fewer than two clients can be judged.")
     elif np.ptp(points, axis=0).max() <= SAME:
@@ -120,7 +120,7 @@ def published(
         clean = member[:, int(means[1, 0] < means[0, 0])]
         if not converged:
             notes.append("The mixture did not converge.")
-    status = {c: "clean" if p >= threshold else "noisy" for c, p in zip(names, clean)}
+    status = {c: "noisy" if p < threshold else "clean" for c, p in zip(names, clean)}
     return _verdict(descriptors, status, dict(zip(names, clean.tolist())), notes)
 
 
@@ -134,7 +134,7 @@ def vote_by_loss(losses: Tensor, clients: Sequence[str], seeds: Iterable[int] = 
 
     What the paper leaves open: a class with the same loss everywhere, or that no client has, tells nothing and counts
     as 0; a client without any class is undetermined; clients that are all identical are all clean, and so is a client
-    that has none to be compared with.
+    that has none to be compared with, with unknown probability.
 
     Args:
         losses: mean loss of client k on its samples of observed class c [K, C]; NaN where it has none.
@@ -156,7 +156,7 @@ def vote_by_loss(losses: Tensor, clients: Sequence[str], seeds: Iterable[int] = 
         notes.append(f"Without any class, not judged: {', '.join(others)}.")
     points = _scaled(table[rows])
     noisy: frozenset[str] = frozenset()
-    share = dict.fromkeys(names, 1.0)
+    share = dict.fromkeys(names, math.nan)
     if len(names) < 2:
         notes.append("Nothing to compare: fewer than two clients can be judged.")
     elif not points.size or np.ptp(points, axis=0).max() <= SAME:

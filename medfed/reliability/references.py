@@ -85,11 +85,12 @@ def consensus(parts: Sequence[ClassReference], residual: int = 12, weighting: We
     :math:`\sqrt{w_k}V_k^\top`, so that no d x d matrix is needed.  Clients without a residual basis have no part in the
     residual projector.  Eigenvectors of equal eigenvalues (such as the residual bases of two clients of equal weight
     that share no direction) are determined only together: which of them are the first L is then arbitrary, though
-    repeatable.
+    repeatable.  No more of them are taken than the largest residual basis of a client has: what follows are differences
+    between the clients, with the representative direction itself among them.
 
     Args:
         parts: of the clients, at least one.
-        residual: columns of the residual basis at most.
+        residual: columns of the residual basis at most (the paper's L).
         weighting: ``samples``: w = count (OCT-FedSIR); ``spectral``: w = count x dominance (FedSIR's code).
 
     Returns:
@@ -116,7 +117,8 @@ def consensus(parts: Sequence[ClassReference], residual: int = 12, weighting: We
     values, direction = right_singular(stack([p.direction[:, None] for p in parts]), rank=1)
     if not len(values):
         raise ValueError("all directions are zero")
-    _, basis = right_singular(stack([p.residual for p in parts]), rank=residual)
+    width = min(residual, max(p.residual.shape[1] for p in parts))
+    _, basis = right_singular(stack([p.residual for p in parts]), rank=width)
     mass = torch.tensor(weights, dtype=torch.float64)
     dominance = float(sum(w * p.dominance for w, p in zip(weights, parts)) / mass.sum())
     return ClassReference(direction[:, 0].clone(), basis.clone(), sum(p.count for p in parts), dominance)
