@@ -101,7 +101,7 @@ def evidence(
         min_class: fewest samples of a class that counts.
 
     Returns:
-        What leaves the client is in ``values``: ``evidence_samples`` (N), ``evidence_classes`` (classes that count) and,
+        What leaves the client is in ``values``: ``evidence_samples`` (N), ``evidence_classes`` (those that count) and,
         with two of those or more, ``separability`` (balanced leave-one-out accuracy, 0 at chance and 1 at best) and
         ``separability_error`` (its standard error).
     """
