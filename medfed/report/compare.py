@@ -2,7 +2,7 @@
 
 A *condition* is the partition, the corruption and the initial model; their hashes are recorded with every run.
 Two runs with the same seed are compared only where these are the same, since otherwise the difference is not
-the method's.
+the method's; a run on the true labels of the same partition is let in and named as such.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from medfed.report.runs import LAST, Run
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+TRUE_LABELS = "true labels"
 
 
 @dataclass
@@ -200,15 +202,19 @@ def group_by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by method, where runs of one method with different settings are kept apart.
 
     The label is the method's name, and where settings differ also those that do: ``fedism (saga=False)``,
-    ``fedavg (no salt)``, ``fedism (salt.rho=0.005)``.
+    ``fedavg (no salt)``, ``fedism (salt.rho=0.005)``.  Beside runs on wrong labels, those on true ones are called
+    ``fedavg (true labels)``.
     """
-    variants: dict[str, dict[str, list[Run]]] = {}
+    reference = {False: "", True: TRUE_LABELS if any(map(_mislabelled, runs)) else ""}
+    variants: dict[str, dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
-        variants.setdefault(run.method, {}).setdefault(repr(flat(_settings(run))), []).append(run)
+        key = (repr(flat(_settings(run))), reference[not _mislabelled(run)])
+        variants.setdefault(run.method, {}).setdefault(key, []).append(run)
     groups: dict[str, list[Run]] = {}
     for method, by_settings in variants.items():
-        members = list(by_settings.values())
-        for label, own in zip(_differences([_settings(m[0]) for m in members]), members):
+        differences = _differences([_settings(m[0]) for m in by_settings.values()])
+        for difference, ((_, labels), own) in zip(differences, by_settings.items()):
+            label = ", ".join(filter(None, (difference, labels)))
             groups[f"{method} ({label})" if label else method] = own
     return groups
 
@@ -240,8 +246,7 @@ def unpaired(groups: dict[str, list[Run]]) -> list[str]:
         for run in members:
             by_seed[run.seed].append((method, run))
     for seed, entries in by_seed.items():
-        hashes = {str(run.meta.get("condition_hash")) for _, run in entries}
-        if len(entries) > 1 and (len(hashes) > 1 or any(not r.meta.get("condition_hash") for _, r in entries)):
+        if len(entries) > 1 and not _same_condition([run for _, run in entries]):
             who = ", ".join(f"{r.folder} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
             reasons.append(f"with seed {seed} the conditions of {who} are not the same")
         models = {m for _, r in entries if (m := r.meta.get("initial_model_hash"))}
@@ -253,6 +258,20 @@ def unpaired(groups: dict[str, list[Run]]) -> list[str]:
             if len(twice) > 1:
                 reasons.append(f"{method} has seed {seed} {len(twice)} times ({', '.join(twice)})")
     return reasons
+
+
+def _same_condition(runs: Sequence[Run]) -> bool:
+    """Whether runs share their condition, or all but references on true labels do, which share its partition."""
+    hashes = {run.meta.get("condition_hash") for run in runs}
+    noisy = {run.meta.get("condition_hash") for run in runs if _mislabelled(run)}
+    # Runs of before there was label noise record no partition: theirs is the condition.
+    partitions = {run.meta.get("partition_hash") or run.meta.get("condition_hash") for run in runs}
+    return all(hashes) and (len(hashes) == 1 or (len(partitions) == 1 and len(noisy) < 2))
+
+
+def _mislabelled(run: Run) -> bool:
+    """Whether clients hold wrong labels."""
+    return bool(run.meta.get("mislabelled"))
 
 
 def _short(digest: Any) -> str:

@@ -161,6 +161,65 @@ def test_unrecorded_conditions_cannot_be_paired(make):
         compare(runs)
 
 
+def noisy_run(make, name, **meta):
+    return load_run(
+        make(name, [record(1)], **{"partition_hash": "p", "mislabelled": 40, "condition_hash": "noisy", **meta})
+    )
+
+
+def test_a_reference_on_true_labels_is_compared_and_named(make):
+    runs = [
+        noisy_run(make, "wrong"),
+        noisy_run(make, "true", mislabelled=0, condition_hash="all-clean"),
+        noisy_run(make, "other", method="oct_fedsir"),
+        load_run(make("old", [record(1)], method="fedprox", condition_hash="p")),  # of before label noise
+    ]
+    result = compare(runs)
+    assert result.paired
+    assert result.methods == ["fedavg", "fedavg (true labels)", "oct_fedsir", "fedprox (true labels)"]
+    assert result.cell("fedavg (true labels)", "balanced_accuracy", "clean").differences == {0: 0.0}
+    alone = compare([runs[1]])
+    assert alone.methods == ["fedavg"]
+
+
+def test_settings_and_true_labels_are_both_told(make):
+    runs = [
+        noisy_run(make, f"{q}-{wrong}", mislabelled=wrong, condition_hash=f"c{wrong}", method_settings={"q": q})
+        for q in (1, 2)
+        for wrong in (0, 9)
+    ]
+    assert compare(runs).methods == [
+        "fedavg (q=1, true labels)",
+        "fedavg (q=1)",
+        "fedavg (q=2, true labels)",
+        "fedavg (q=2)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"condition_hash": "more noise", "mislabelled": 60},
+        {"condition_hash": "all-clean", "mislabelled": 0, "partition_hash": "q"},
+        {"condition_hash": None, "mislabelled": 0},
+    ],
+)
+def test_another_noise_or_partition_is_refused(make, other):
+    runs = [noisy_run(make, "one"), noisy_run(make, "two", method="fedprox", **other)]
+    with pytest.raises(MedfedError, match="with seed 0 the conditions of one"):
+        compare(runs)
+
+
+def test_two_noises_are_refused_also_beside_their_reference(make):
+    runs = [
+        noisy_run(make, "one"),
+        noisy_run(make, "two", method="fedprox", condition_hash="more noise"),
+        noisy_run(make, "true", mislabelled=0, condition_hash="p"),
+    ]
+    with pytest.raises(MedfedError, match="the conditions of one"):
+        compare(runs)
+
+
 def test_different_seeds_may_have_different_conditions(runs):
     hashes = {r.meta["condition_hash"] for r in runs}
     assert len(hashes) == 3
