@@ -123,19 +123,6 @@ def corrupted_clients(run: Run) -> frozenset[str] | None:
     return frozenset(truth.loc[truth["corrupted"].astype(bool), "client"].astype(str))
 
 
-def noisy_clients(run: Run) -> frozenset[str] | None:
-    """The clients whose labels a simulation made noisy; None where the condition says nothing of label noise.
-
-    Without simulated noise nobody knows which labels are wrong, so there is no truth to hold a verdict against.  Where
-    the noise is left unapplied, all labels are true and the set is empty.
-    """
-    condition = _read(run, "condition/condition.json", _json_object) or {}
-    noise = (condition.get("spec") or {}).get("label_noise")
-    if not isinstance(noise, Mapping) or not isinstance(condition.get("noisy"), list):
-        return None
-    return frozenset(map(str, condition["noisy"])) if noise.get("apply", True) else frozenset()
-
-
 def client_table(run: Run) -> ClientTable | None:
     """Samples per client and class, as the clients see them (observed labels)."""
     table = _read(run, "condition/clients.parquet", _table)

@@ -84,13 +84,12 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
 
 def labels_view(run: Run) -> dict[str, Any] | None:
     """What is shown of the reliability of labels; None where no client was judged and no label proposed."""
-    noisy = contents.noisy_clients(run)
-    found, checkpoints = reliability.identification(run, noisy), reliability.checkpoints(run)
+    found, checkpoints = reliability.identification(run), reliability.checkpoints(run)
     if found is None and not checkpoints:
         return None
     view: dict[str, Any] = {
         "found": found,
-        "noisy": noisy,
+        "noisy": reliability.noisy_clients(run),
         "relabelling": reliability.relabelling_table(checkpoints),
         "checkpoints": _svg(
             reliability_figures.relabelling(checkpoints),

@@ -50,7 +50,7 @@ MEANINGS = {
     "residual_noise": "targets that are wrong; lower is better",
     "noise_rate": "observed labels that are wrong",
 }
-_ORDINARY = {"samples", "loss", "weight", "steps", "skipped", "sharpness", "edited", "proposed", "seconds", "status"}
+_TRAINING = {"samples", "loss", "weight", "distance", "steps", "skipped", "sharpness", "edited", "proposed", "seconds"}
 _GROUNDS = {"p_clean", "observed_classes", *DESCRIPTORS}
 
 
@@ -102,6 +102,11 @@ class Identification:
         """Whether a value is defined for any client."""
         return any(math.isfinite(c.values.get(name, math.nan)) for c in self.clients.values())
 
+    def counts(self, name: str) -> bool:
+        """Whether a value is a count: no probability, no descriptor, and whole at every client."""
+        values = [c.values.get(name, math.nan) for c in self.clients.values()]
+        return name not in ("p_clean", *DESCRIPTORS) and all(v.is_integer() for v in values if math.isfinite(v))
+
     def wrong(self, name: str) -> bool:
         """Judged, and otherwise than the truth has it."""
         return self.noisy is not None and self.clients[name].status == ("clean" if name in self.noisy else "noisy")
@@ -133,13 +138,23 @@ class Checkpoint:
     clients: Mapping[str, Mapping[str, float]]
 
 
-def identification(run: Run, noisy: frozenset[str] | None) -> Identification | None:
-    """The verdicts of a run, the newest of each client; None where no client was judged.
+def noisy_clients(run: Run) -> frozenset[str] | None:
+    """The clients that hold wrong labels, as evaluation recorded it of a simulation; None where nobody knows."""
+    known = [
+        clients for r in run.records if isinstance(clients := _measured(r, "identification").get("clients"), Mapping)
+    ]
+    if not known:
+        return None
+    return frozenset(str(c) for c, v in known[-1].items() if isinstance(v, Mapping) and v.get("noisy") is True)
 
-    Args:
-        run: the run.
-        noisy: see :func:`medfed.report.contents.noisy_clients`.
-    """
+
+def _measured(record: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    part = (record.get("evaluation") or {}).get(what)
+    return part if isinstance(part, Mapping) else {}
+
+
+def identification(run: Run) -> Identification | None:
+    """The verdicts of a run, the newest of each client; None where no client was judged."""
     judged = [r for r in run.records if any(_status(c) for c in _clients(r).values())]
     if not judged:
         return None
@@ -157,11 +172,11 @@ def identification(run: Run, noisy: frozenset[str] | None) -> Identification | N
             found = {n: quantity(record, f"client/{client}/{n}") for n in (*_GROUNDS, *names)}
             values.setdefault(client, {}).update({n: v for n, v in found.items() if v is not None})
     clients = {c: Judged(history[c][-1][1], tuple(history[c]), values[c]) for c in sorted(history)}
-    measured = [r for r in run.records if (r.get("evaluation") or {}).get("identification")]
+    measured = [r for r in run.records if _measured(r, "identification")]
     quality = {k: v for k in QUALITY if measured and (v := quantity(measured[-1], f"identification/{k}")) is not None}
     kind = (run.meta.get("method_settings") or {}).get("identification")
     rounds = tuple(r["round"] for r in judged)
-    return Identification(rounds, kind if isinstance(kind, str) else "", clients, names, noisy, quality)
+    return Identification(rounds, kind if isinstance(kind, str) else "", clients, names, noisy_clients(run), quality)
 
 
 def _clients(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -180,7 +195,7 @@ def _evidence(run: Run, judged: list[dict[str, Any]]) -> tuple[str, ...]:
     for record in judged:
         for client, columns in _clients(record).items():
             beside = (n for n in columns if quantity(record, f"client/{client}/{n}") is not None)
-            names.update(dict.fromkeys(n for n in beside if n not in _ORDINARY | _GROUNDS | elsewhere))
+            names.update(dict.fromkeys(n for n in beside if n not in _TRAINING | _GROUNDS | elsewhere))
     return tuple(names)
 
 
@@ -194,21 +209,20 @@ def checkpoints(run: Run) -> list[Checkpoint]:
         sizes = dict(zip(table.clients, map(int, table.samples)))
     found = []
     for record in run.records:
-        measured = (record.get("evaluation") or {}).get("relabelling")
+        measured = _measured(record, "relabelling")  # recorded in every round from the first relabelling on
         columns = {c: v for c, v in _clients(record).items() if quantity(record, f"client/{c}/edited") is not None}
-        if not isinstance(measured, Mapping) and not columns:
+        if not columns and (record.get("server") or {}).get("relabelled") is not True:
             continue
         edits = {c: int(v["edited"] or 0) for c, v in columns.items()}
-        if isinstance(measured, Mapping):
+        total = sum(edits.values())
+        if measured:
             by_client = {str(c): _shares(v) for c, v in (measured.get("clients") or {}).items()}
             pooled = _shares(measured)
-            edited = measured.get("edited")
+            total = int(measured["edited"]) if isinstance(measured.get("edited"), (int, float)) else total
         else:
             of = {c: sizes.get(c) or int(columns[c].get("samples") or 0) for c in columns}
             by_client = {c: {"edit_rate": edits[c] / of[c]} for c in columns if of[c]}
-            pooled = {"edit_rate": sum(edits.values()) / sum(of.values())} if sum(of.values()) else {}
-            edited = None
-        total = int(edited) if isinstance(edited, (int, float)) else sum(edits.values())
+            pooled = {"edit_rate": total / sum(of.values())} if sum(of.values()) else {}
         found.append(Checkpoint(record["round"], total, pooled, by_client))
     return found
 
@@ -220,7 +234,7 @@ def _shares(values: Any) -> dict[str, float]:
 
 def marks(run: Run) -> dict[str, list[int]]:
     """Rounds of what happens beside the training: identification and relabelling."""
-    judged = identification(run, None)
+    judged = identification(run)
     found = {
         "identification": list(judged.rounds) if judged else [],
         "relabelling": [c.round for c in checkpoints(run)],
@@ -279,7 +293,7 @@ def verdict_table(found: Identification) -> dict[str, Any]:
     shown = [n for n in ("p_clean", *DESCRIPTORS, "observed_classes", *found.evidence) if found.defined(n)]
     titles = {"p_clean": "p(clean)", "observed_classes": "classes", **DESCRIPTORS}
     revised = any(len(c.history) > 1 for c in found.clients.values())
-    whole = {n for n in shown if n not in ("p_clean", *DESCRIPTORS) and _whole(found, n)}
+    whole = {n for n in shown if found.counts(n)}
     rows = []
     for name, client in found.clients.items():
         cells = [number(client.values.get(n, math.nan), 0 if n in whole else 3) for n in shown]
@@ -346,12 +360,6 @@ def relabelling_table(found: list[Checkpoint]) -> dict[str, Any] | None:
         "clients": [(n, cells(v)) for n, v in sorted(last.clients.items())],
         "round": last.round,
     }
-
-
-def _whole(found: Identification, name: str) -> bool:
-    """Every defined value of it is a whole number: a count."""
-    values = [c.values.get(name, math.nan) for c in found.clients.values()]
-    return all(v.is_integer() for v in values if math.isfinite(v))
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 COLOURS = {"clean": CLEAN, "noisy": CORRUPTED, "undetermined": UNKNOWN}
 MOST_PANELS = 8
 MOST_NAMES = 3
+ERROR = "_error"
+"""Evidence of this ending is the standard error of the evidence without it."""
 
 
 @styled
@@ -43,7 +45,9 @@ def distributions(found: Identification) -> Figure | None:
     """Probability, descriptors and evidence of all clients by verdict: a mark a client, a bar at the median."""
     from matplotlib.figure import Figure
 
-    shown = [n for n in ("p_clean", *DESCRIPTORS, *found.evidence) if found.defined(n)][:MOST_PANELS]
+    errors = {f"{n}{ERROR}" for n in found.evidence}
+    names = [n for n in ("p_clean", *DESCRIPTORS, *found.evidence) if found.defined(n) and n not in errors]
+    shown = [n for n in names if not found.counts(n)][:MOST_PANELS]
     groups = [s for s in STATUS if found.of(s)]
     if not shown:
         return None
@@ -78,6 +82,10 @@ def _strip(axes: Axes, found: Identification, members: Sequence[str], name: str,
         return
     for client, offset in zip(sorted(values, key=lambda c: values[c]), itertools.cycle((0.0, -0.16, 0.16, -0.3, 0.3))):
         crowded = offset if len(values) > 3 else 0.0  # the same in every rendering, unlike jitter by chance
+        error = found.clients[client].values.get(f"{name}{ERROR}", math.nan)
+        if math.isfinite(error):
+            ends = [values[client] - error, values[client] + error]
+            axes.plot(ends, [y + crowded] * 2, color=MUTED, lw=0.8, alpha=0.6)
         _mark(axes, found, client, values[client], y + crowded)
     axes.plot([float(np.median(list(values.values())))], [y], "|", color=INK, ms=24, mew=1.6, zorder=3)
 

@@ -35,7 +35,7 @@ def judge(
         mistaken: noisy clients that were judged clean.
         undetermined: clean clients without a verdict, the first ones.
         rename: gives clients other names.
-        truth: whether condition and evaluation know the noise.
+        truth: whether evaluation knows the noise.
         memories: whether the clients' memories lie there.
         every: rounds between relabellings.
         **fills: of the run.
@@ -52,7 +52,7 @@ def judge(
     believed = {c: "noisy" if c in bad[mistaken:] else "clean" for c in clients}
     believed |= dict.fromkeys(clients[:undetermined], "undetermined")
     rng = numpy_generator(fills.get("seed", 0), "fake verdicts")
-    first = records[0]
+    first, rounds = records[0], len(records)
     for c in clients:
         level = float(np.clip((0.78 if c in bad else 0.6) + rng.normal(0, 0.05), 0, 0.99))
         columns = first["clients"].setdefault(c, {"samples": 96})
@@ -65,29 +65,34 @@ def judge(
             "descriptor_max": min(0.999, level + float(rng.uniform(0.02, 0.1))),
             "observed_classes": int(rng.integers(3, 8)),
             "separability": float(rng.normal(0.2 if c in bad else 0.6, 0.06)),
+            "separability_error": 0.04,
+            "evidence_samples": 96,
         }
     first["server"] |= {
         f"{s}_clients": sum(v == s for v in believed.values()) for s in ("clean", "noisy", "undetermined")
     }
     if truth:
-        first["evaluation"]["identification"] = {"accuracy": 1 - mistaken / len(clients), "clean_f1": 0.9}
+        each = {c: {"noisy": c in bad, "correct": (c in bad) == (believed[c] != "clean")} for c in clients}
+        quality = {"accuracy": sum(v["correct"] for v in each.values()) / len(clients), "noisy_recall": None}
+        for record in records:
+            record["evaluation"]["identification"] = {**quality, "clients": each}
     first["bytes"]["up"] += 400_000
-    for record in records[every - 1 :: every]:
-        done = record["round"] / records[-1]["round"]
+    for record in records[every - 1 :]:
+        if truth:
+            done = record["round"] // every * every / rounds
+            shares = {c: _shares(done, float(rng.normal(0, 0.05))) for c in bad}
+            record["evaluation"]["relabelling"] = {**_shares(done, 0.0), "edited": 40 * noisy, "clients": shares}
+        if record["round"] % every:
+            continue
         record["server"]["relabelled"] = True
         record["bytes"]["up"] += 1_500_000
         for c in bad[mistaken:]:
-            record["clients"].setdefault(c, {"samples": 96}).update(edited=int(40 * done), proposed=50)
-        if truth:
-            shares = {c: _shares(done, float(rng.normal(0, 0.05))) for c in bad}
-            record["evaluation"]["relabelling"] = {**_shares(done, 0.0), "edited": 40 * noisy, "clients": shares}
+            edited = int(40 * record["round"] / rounds)
+            record["clients"].setdefault(c, {"samples": 96}).update(edited=edited, proposed=50)
     (folder / "records.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     meta = json.loads((folder / "run.json").read_text())
     meta |= {"clients": clients, "method_settings": {"identification": "published"}}
     (folder / "run.json").write_text(json.dumps(meta))
-    if truth:
-        spec = {"label_noise": {"kind": "symmetric", "rate": 0.4, "clean": len(clients) - noisy, "apply": True}}
-        (folder / "condition/condition.json").write_text(json.dumps({"hash": "x", "spec": spec, "noisy": bad}))
     if memories:
         size = len(meta["classes"])
         for c in clients:
