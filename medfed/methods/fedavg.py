@@ -8,7 +8,8 @@ With ``salt: true`` this is FedISM's ablation "SALT only".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from medfed.federation.messages import Message
 from medfed.federation.method import Method
@@ -19,12 +20,21 @@ from medfed.methods.local_training import LocalTraining, train
 def program(server: Server, settings: LocalTraining) -> Iterator[RoundReport]:
     """theta_{t+1} = sum_k a_k theta_k with a_k = N_k / sum_j N_j."""
     for round in server.rounds():
-        request = Message.of(settings.request(round, server.num_rounds), model=server.model)
-        replies = server.ask("train", request, mean="model", weight="samples")
-        if replies:
-            server.model = replies.mean["model"]
-        total = sum(r.values["samples"] for r in replies)
-        yield server.report(replies, weight={r.client: r.values["samples"] / total for r in replies})
+        yield one_round(server, settings.request(round, server.num_rounds))
+
+
+def one_round(server: Server, values: Mapping[str, Any]) -> RoundReport:
+    """One round of local training and averaging by sample counts.
+
+    Args:
+        server: the server; its model is replaced, unless nobody is left.
+        values: of the ``train`` request.
+    """
+    replies = server.ask("train", Message.of(values, model=server.model), mean="model", weight="samples")
+    if replies:
+        server.model = replies.mean["model"]
+    total = sum(r.values["samples"] for r in replies)
+    return server.report(replies, weight={r.client: r.values["samples"] / total for r in replies})
 
 
 METHOD = Method(

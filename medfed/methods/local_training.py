@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
 from medfed.federation.client import Client
 from medfed.federation.messages import Message
 from medfed.federation.method import MethodSettings
+
+if TYPE_CHECKING:
+    from medfed.training.objectives import Objective
 
 
 class Salt(MethodSettings):
@@ -87,8 +91,14 @@ def train(client: Client, message: Message) -> Message:
     return fit_and_reply(client, message)
 
 
-def fit_and_reply(client: Client, message: Message) -> Message:
-    """The second half of :func:`train`, for tasks that have loaded the model already."""
+def fit_and_reply(client: Client, message: Message, around: Callable[[Objective], Objective] | None = None) -> Message:
+    """The second half of :func:`train`, for tasks that have loaded the model already.
+
+    Args:
+        client: the client.
+        message: values of :meth:`LocalTraining.request`.
+        around: makes another objective of the usual one.
+    """
     from medfed.training.losses import log_odds_offsets, logit_adjustment_offsets
     from medfed.training.objectives import ClassificationObjective
     from medfed.training.steps import PlainStep, SharpnessAwareStep
@@ -100,8 +110,9 @@ def fit_and_reply(client: Client, message: Message) -> Message:
         multilabel = client.task.kind == "multilabel"
         offsets = log_odds_offsets(counts, client.num_samples) if multilabel else logit_adjustment_offsets(counts)
     salt = values.get("salt")
+    objective: Objective = ClassificationObjective(client.task.kind, offsets)
     result = client.fit(
-        objective=ClassificationObjective(client.task.kind, offsets),
+        objective=objective if around is None else around(objective),
         step=SharpnessAwareStep(**salt) if salt else PlainStep(),
         epochs=values["epochs"],
         learning_rate=values["learning_rate"],

@@ -13,8 +13,10 @@ from medfed.federation.method import Method, MethodSettings
 
 METHODS: dict[str, str] = {
     "fedavg": "medfed.methods.fedavg:METHOD",
+    "fedprox": "medfed.methods.fedprox:METHOD",
     "fedism": "medfed.methods.fedism:METHOD",
     "fedism_plus": "medfed.methods.fedism:PLUS",
+    "fednoro": "medfed.methods.fednoro:METHOD",
     "fedsir": "medfed.methods.fedsir:METHOD",
     "oct_fedsir": "medfed.methods.oct_fedsir:METHOD",
     "pruning": "medfed.methods.pruning:METHOD",

@@ -13,7 +13,8 @@ def test_every_method_is_found_under_its_name_with_tasks_and_defaults(name):
     method, settings = resolve_method({"name": name})
     assert method.name == name
     assert "train" in method.tasks
-    assert (settings.local_epochs, settings.logit_adjustment, settings.learning_rate) == (1, True, None)
+    epochs = 5 if name == "fednoro" else 1
+    assert (settings.local_epochs, settings.logit_adjustment, settings.learning_rate) == (epochs, True, None)
 
 
 def test_published_defaults():

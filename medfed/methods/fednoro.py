@@ -1,0 +1,240 @@
+"""FedNoRo: clients with noisy labels are found by their losses, then taught by the global model and weighted down.
+
+Wu, Yu, Jiang, Cheng, Yan. FedNoRo: Towards Noise-Robust Federated Learning by Addressing Class Imbalance and Label
+Noise Heterogeneity. IJCAI 2023.
+
+1. Warm-up: rounds of FedAvg with logit adjustment.
+2. Once: every client sends the mean loss of the global model on each of its observed classes; mixtures of two Gaussians
+   over these vectors vote on who is noisy.
+3. Then clean clients train as before, the others also follow the received model, with a weight that rises over the
+   rounds, and models are weighted by their distance to the clean ones (DaAgg).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from medfed.errors import ConfigError
+from medfed.federation.client import Client
+from medfed.federation.messages import Message, Replies
+from medfed.federation.method import Method, MethodSettings
+from medfed.federation.server import RoundReport, Server
+from medfed.methods import fedavg
+from medfed.methods.local_training import train
+from medfed.methods.noise_aware import ramp_up, train_noise_aware
+
+if TYPE_CHECKING:
+    from medfed.reliability.identification import Verdict
+
+
+class FedNoRoSettings(MethodSettings):
+    """Settings of FedNoRo; defaults are those of the released code.
+
+    Args:
+        warmup: rounds of the first stage, before clients are judged.
+        local_epochs: passes over a client's data in a round, in both stages.
+        learning_rate: None takes the bundle's.
+        logit_adjustment: logits shifted by the log of the client's class frequencies, in training.
+        teacher_weight: largest weight of the teacher for clients that are not clean; 0 trains them like clean ones.
+        ramp_begin: round, counted from 0, up to which the teacher has exp(-5) of that weight; None is the first
+            round after the warm-up.
+        ramp_end: round, counted from 0, from which it has all of it; at or before the begin there is no ramp.
+        temperature: of the teacher.
+        soften_student: whether the student's logits are divided by the temperature too.
+        least_count: samples that a class counts at least in the client's prior of the second stage. At 0, as released,
+            classes that a client does not have are left out of the comparison with the teacher.
+        daagg: models weighted by distance to the nearest clean one; otherwise by sample counts.
+    """
+
+    warmup: int = Field(10, ge=1)
+    local_epochs: int = Field(5, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    logit_adjustment: bool = True
+    teacher_weight: float = Field(0.8, ge=0, le=1)
+    ramp_begin: int | None = Field(None, ge=0)
+    ramp_end: int = Field(49, ge=0)
+    temperature: float = Field(0.8, gt=0)
+    soften_student: bool = False
+    least_count: float = Field(0.0, ge=0)
+    daagg: bool = True
+
+    def request(self) -> dict[str, Any]:
+        """The plain values of a request to train, in both stages."""
+        return {
+            "epochs": self.local_epochs,
+            "learning_rate": self.learning_rate,
+            "logit_adjustment": self.logit_adjustment,
+        }
+
+    def weight(self, round: int) -> float:
+        """Weight of the teacher in a round, counted from 1."""
+        begin = self.warmup if self.ramp_begin is None else self.ramp_begin
+        return self.teacher_weight * ramp_up(round, begin, self.ramp_end)
+
+
+# Clients.
+
+
+def class_losses(client: Client, message: Message) -> Message:
+    """Client task: mean plain cross-entropy of the received model on each observed class.
+
+    In evaluation mode and without augmentation (the released code keeps the random augmentation of training).
+
+    Args:
+        client: the client.
+        message: group ``model``.
+
+    Returns:
+        Values ``samples``, ``observed_classes``, ``class_losses`` (C numbers, None for a class that the client does
+        not have) and ``class_loss``, their mean.
+    """
+    import torch
+
+    client.load(message.group("model"))
+    losses, labels = client.trainer.losses(client.data).double(), client.data.labels.long()
+    counts = client.class_counts().tolist()
+    sums = torch.zeros(len(counts), dtype=torch.float64).index_add(0, labels, losses).tolist()
+    means = [s / n if n else None for s, n in zip(sums, counts)]
+    known = [m for m in means if m is not None]
+    return Message.of(
+        {
+            "samples": client.num_samples,
+            "observed_classes": len(known),
+            "class_losses": means,
+            "class_loss": math.fsum(known) / len(known),
+        }
+    )
+
+
+# The server.
+
+
+def program(server: Server, settings: FedNoRoSettings) -> Iterator[RoundReport]:
+    """Warm-up, identification, then rounds by status.
+
+    Raises:
+        ConfigError: the warm-up leaves no round for the second stage.
+    """
+    if settings.warmup >= server.num_rounds:
+        raise ConfigError(
+            f"a warm-up of {settings.warmup} rounds leaves none of {server.num_rounds} to train by status.",
+            where="method.warmup",
+            fix=f"Set method.warmup to {max(1, server.num_rounds // 10)}, or raise rounds.",
+        )
+    for _ in server.rounds(until=settings.warmup):
+        yield fedavg.one_round(server, settings.request())
+    for round in server.rounds():
+        verdict = identified(server)
+        if verdict is None:
+            yield fedavg.one_round(server, settings.request())
+        else:
+            yield round_by_status(server, settings, verdict, settings.weight(round))
+
+
+def identified(server: Server) -> Verdict | None:
+    """The verdict, for good once there is one; None where too few clients answered, who are asked again next round."""
+    from medfed.reliability.identification import Verdict
+
+    name = f"identification {server.round}"
+    if "verdict" not in server.notes or name in server.notes:
+        found = server.once(name, lambda: identify(server))
+        if not found.values["status"]:
+            return None
+        server.notes["verdict"] = found
+    return Verdict.from_plain(server.notes["verdict"].values)
+
+
+def identify(server: Server) -> Message:
+    """Asks every client for its losses, and judges; an empty status where nobody counted."""
+    import torch
+
+    from medfed.reliability.identification import Verdict, vote_by_loss
+
+    request = Message.of({}, model=server.model)
+    replies = server.ask("class_losses", request, clients=server.clients, numbers=("samples", "class_loss"))
+    table = {c: row for c, row in _rows(replies).items() if len(row) == server.task.num_classes}
+    if not table:
+        server.report(replies)
+        return Message(values={"status": {}})
+    found = vote_by_loss(torch.tensor(list(table.values()), dtype=torch.float64), list(table))
+    verdict = Verdict(
+        {c: found.status.get(c, "undetermined") for c in server.clients},
+        {c: found.posterior.get(c, math.nan) for c in server.clients},
+        found.note,
+    )
+    plain = verdict.to_plain()
+    report = server.report(
+        replies,
+        server={
+            "clean_clients": len(verdict.clean),
+            "noisy_clients": len(verdict.noisy),
+            "undetermined_clients": len(verdict.undetermined),
+        },
+        status=plain["status"],
+        p_clean=plain["posterior"],
+    )
+    if verdict.note:
+        report.warnings.append(f"identification: {verdict.note}")
+    return Message(values={**plain, "identification": "class losses", "round": server.round})
+
+
+def _rows(replies: Replies) -> dict[str, list[float]]:
+    """Losses by client, NaN where it has no sample; nothing for a reply that does not hold numbers."""
+    rows: dict[str, list[float]] = {}
+    for reply in replies:
+        told = reply.values.get("class_losses")
+        if isinstance(told, (list, tuple)) and all(v is None or type(v) in (int, float) for v in told):
+            rows[reply.client] = [math.nan if v is None else float(v) for v in told]
+    return rows
+
+
+def round_by_status(server: Server, settings: FedNoRoSettings, verdict: Verdict, teacher_weight: float) -> RoundReport:
+    """One round of the second stage: every participant trains by its status; DaAgg."""
+    from medfed.aggregation.averaging import weighted_mean
+    from medfed.aggregation.weights import by_samples, discounted, distances
+
+    values = {
+        **settings.request(),
+        "weight": teacher_weight,
+        "temperature": settings.temperature,
+        "soften_student": settings.soften_student,
+        "least_count": settings.least_count,
+    }
+    message = Message.of(values, model=server.model)
+    status: Mapping[str, str] = {c: verdict.status.get(c, "undetermined") for c in server.participants()}
+    each = {c: {"status": s} for c, s in status.items()}
+    apart: dict[str, float] = {}
+    if settings.daagg and len({s == "clean" for s in status.values()}) == 2:
+        # Distances need every model of the round at once.
+        replies = server.ask(
+            "train_by_status", message, each=each, expect={"model": server.model}, numbers=("samples",)
+        )
+        states = replies.states("model")
+        apart = distances(states, verdict.clean)
+        weights = discounted(replies.value("samples"), apart) if replies else {}
+        if replies:
+            server.model = weighted_mean(list(states.values()), [weights[c] for c in states])
+    else:
+        replies = server.ask("train_by_status", message, each=each, mean="model")
+        weights = by_samples(replies.value("samples")) if replies else {}
+        if replies:
+            server.model = replies.mean["model"]
+    return server.report(
+        replies, server={"teacher_weight": teacher_weight}, weight=weights, **({"distance": apart} if apart else {})
+    )
+
+
+METHOD = Method(
+    name="fednoro",
+    title="Judges clients by their losses, then teaches and weights down the noisy ones (label noise)",
+    paper="Wu et al., IJCAI 2023",
+    program=program,
+    tasks={"train": train, "class_losses": class_losses, "train_by_status": train_noise_aware},
+    settings=FedNoRoSettings,
+    sends="sample count; once, its mean loss by class",
+    task_kinds=("multiclass",),
+)
