@@ -50,6 +50,8 @@ MEANINGS = {
     "residual_noise": "targets that are wrong; lower is better",
     "noise_rate": "observed labels that are wrong",
 }
+ERROR = "_error"
+"""Evidence of this ending is the standard error of the evidence without it."""
 _TRAINING = {"samples", "loss", "weight", "distance", "steps", "skipped", "sharpness", "edited", "proposed", "seconds"}
 _GROUNDS = {"p_clean", "observed_classes", *DESCRIPTORS}
 
@@ -97,6 +99,11 @@ class Identification:
     def of(self, status: str) -> list[str]:
         """Names with this verdict."""
         return [n for n, c in self.clients.items() if c.status == status]
+
+    @property
+    def errors(self) -> set[str]:
+        """Evidence that is the standard error of other evidence."""
+        return {e for n in self.evidence if (e := f"{n}{ERROR}") in self.evidence}
 
     def defined(self, name: str) -> bool:
         """Whether a value is defined for any client."""
@@ -290,13 +297,13 @@ def _similarity(run: Run, client: str) -> np.ndarray | None:
 
 def verdict_table(found: Identification) -> dict[str, Any]:
     """A row a client: ``header`` (name, meaning) and ``rows`` (client, status, truly noisy or not, wrong, cells)."""
-    shown = [n for n in ("p_clean", *DESCRIPTORS, "observed_classes", *found.evidence) if found.defined(n)]
+    names = ("p_clean", *DESCRIPTORS, "observed_classes", *found.evidence)
+    shown = [n for n in names if found.defined(n) and n not in found.errors]
     titles = {"p_clean": "p(clean)", "observed_classes": "classes", **DESCRIPTORS}
     revised = any(len(c.history) > 1 for c in found.clients.values())
-    whole = {n for n in shown if found.counts(n)}
     rows = []
     for name, client in found.clients.items():
-        cells = [number(client.values.get(n, math.nan), 0 if n in whole else 3) for n in shown]
+        cells = [_cell(client, n, 0 if found.counts(n) else 3) for n in shown]
         if revised:
             earlier = ", ".join(f"{status} in round {round_}" for round_, status in client.history[:-1])
             cells.append(earlier or "–")
@@ -360,6 +367,12 @@ def relabelling_table(found: list[Checkpoint]) -> dict[str, Any] | None:
         "clients": [(n, cells(v)) for n, v in sorted(last.clients.items())],
         "round": last.round,
     }
+
+
+def _cell(client: Judged, name: str, digits: int) -> str:
+    error = client.values.get(f"{name}{ERROR}", math.nan)
+    spread = f" ± {number(error, digits)}" if math.isfinite(error) else ""
+    return number(client.values.get(name, math.nan), digits) + spread
 
 
 def number(value: float, digits: int = 3) -> str:

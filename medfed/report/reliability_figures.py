@@ -27,7 +27,7 @@ from medfed.report.plots import (
     round_axis,
     styled,
 )
-from medfed.report.reliability import DESCRIPTORS, RELABELLING, STATUS, Checkpoint, Identification
+from medfed.report.reliability import DESCRIPTORS, ERROR, RELABELLING, STATUS, Checkpoint, Identification
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 COLOURS = {"clean": CLEAN, "noisy": CORRUPTED, "undetermined": UNKNOWN}
 MOST_PANELS = 8
 MOST_NAMES = 3
-ERROR = "_error"
-"""Evidence of this ending is the standard error of the evidence without it."""
 
 
 @styled
@@ -45,9 +43,8 @@ def distributions(found: Identification) -> Figure | None:
     """Probability, descriptors and evidence of all clients by verdict: a mark a client, a bar at the median."""
     from matplotlib.figure import Figure
 
-    errors = {f"{n}{ERROR}" for n in found.evidence}
-    names = [n for n in ("p_clean", *DESCRIPTORS, *found.evidence) if found.defined(n) and n not in errors]
-    shown = [n for n in names if not found.counts(n)][:MOST_PANELS]
+    names = [n for n in ("p_clean", *DESCRIPTORS, *found.evidence) if found.defined(n) and not found.counts(n)]
+    shown = [n for n in names if n not in found.errors][:MOST_PANELS]
     groups = [s for s in STATUS if found.of(s)]
     if not shown:
         return None
