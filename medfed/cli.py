@@ -168,6 +168,33 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a 
 
 
 @app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, which may still be going on.")],
+    client: Annotated[str, typer.Option(metavar="NAME", help="The client whose labels are looked at.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder for the list and the page; by default the client's own folder in the run."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="Most pictures on the page; the list is never cut.")] = 200,
+    only: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--class", metavar="CLASS", help="Only samples of this observed class."),
+    ] = None,
+) -> None:
+    """Lists, for one client, labels worth a look, best first: a CSV and a page with pictures.
+
+    Made from the client's own memory and images; nothing is sent.
+    """
+    from medfed.auditing import audit as look
+    from medfed.console import Screen
+
+    screen = Screen()
+    with screen:
+        made = look(run, client, out=out, limit=limit, only=only, say=screen.say, progress=screen.progress)
+    screen.say(made.summary())
+
+
+@app.command()
 def sync(runs: Runs) -> None:
     """Sends to MLflow what it has missed, e.g. while its server was down."""
     from medfed.tracking.sync import sync as catch_up
