@@ -38,6 +38,8 @@ class FedISMSettings(LocalTraining):
             radius where that of ``salt`` is bounded: clients must be measured by the same radius.
         q: how strongly weights follow sharpness (2.0 in the paper; 0 gives equal weights).
         beta: share of the new weight in the moving average over rounds (0.5; 1 switches it off).
+        saga_from: first round in which weights follow sharpness (1 in the paper); before it they follow sample counts.
+            A client that is not fitted yet lies on a flat stretch of its loss and would count as one that needs nothing.
     """
 
     salt: Salt | None = Salt()
@@ -45,6 +47,7 @@ class FedISMSettings(LocalTraining):
     measure: Salt | None = None
     q: float = Field(2.0, ge=0)
     beta: float = Field(0.5, gt=0, le=1)
+    saga_from: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _something(self) -> FedISMSettings:
@@ -107,7 +110,8 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
         if not measured:
             yield server.report(measured)
             continue
-        if settings.saga:
+        by_sharp = settings.saga and round >= settings.saga_from
+        if by_sharp:
             kept = server.notes["weights"].values if "weights" in server.notes else None
             weights = moving_average(by_sharpness(measured.value("sharpness"), settings.q), kept, settings.beta)
         else:
@@ -116,7 +120,7 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
         replies = server.ask("train", request, clients=measured.clients, mean="model", weight=weights)
         if replies:
             server.model = replies.mean["model"]
-            if settings.saga:
+            if by_sharp:
                 previous = dict(server.notes["weights"].values) if "weights" in server.notes else {}
                 server.notes["weights"] = Message(values={**previous, **weights})
         server.report(measured)
