@@ -39,7 +39,7 @@ class FedISMSettings(LocalTraining):
         q: how strongly weights follow sharpness (2.0 in the paper; 0 gives equal weights).
         beta: share of the new weight in the moving average over rounds (0.5; 1 switches it off).
         saga_from: first round in which weights follow sharpness (1 in the paper); before it they follow sample counts.
-            A client that is not fitted yet lies on a flat stretch of its loss and would count as one that needs nothing.
+            A client that is not fitted yet lies on a flat stretch of its loss and would count as served well.
     """
 
     salt: Salt | None = Salt()
