@@ -196,11 +196,8 @@ def nothing_yet(
     run: Path, meta: dict[str, Any], client: str, state: ServerState, standing: Standing
 ) -> FederationError:
     """Why a client has no evidence, and what to do."""
-    from medfed.methods.registry import METHODS, get_method
-
     method, rounds = str(meta["method"]), meta.get("rounds", 0)
-    keeps = get_method(method).keeps if method in METHODS else "-"
-    if keeps == "-":
+    if not keeps_labels(method):
         why, fix = f"method {method} keeps none at its clients", "Use a run of a method that relabels, e.g. oct_fedsir."
     elif standing.status == "clean":
         why = "the federation counted it as clean and asked it for none; no label of it was changed"
@@ -214,6 +211,13 @@ def nothing_yet(
     if standing.status == "undetermined":
         why = f"the federation could not judge it; {why}"
     return FederationError(f"client {client} has no evidence about its labels: {why}.", where=str(run), fix=fix)
+
+
+def keeps_labels(method: str) -> bool:
+    """Whether a method keeps anything about labels at its clients, as ``medfed methods`` says."""
+    from medfed.methods.registry import METHODS, get_method
+
+    return method in METHODS and "label" in get_method(method).keeps
 
 
 def prepare_run(
