@@ -18,6 +18,7 @@ from torch import Tensor
 from medfed.reliability.spectra import TIE, right_singular
 
 Weighting = Literal["samples", "spectral"]
+REMAINDER = 0.01
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def consensus(parts: Sequence[ClassReference], residual: int = 12, weighting: We
     :math:`\sqrt{w_k}V_k^\top`, so that no d x d matrix is needed.  Clients without a residual basis have no part in the
     residual projector.  Eigenvectors of equal eigenvalues (such as the residual bases of two clients of equal weight
     that share no direction) are determined only together: which of them are the first L is then arbitrary, though
-    repeatable.  No more of them are taken than the largest residual basis of a client has: what follows are differences
-    between the clients, with the representative direction itself among them.
+    repeatable.  Eigenvectors with under a hundredth of the largest eigenvalue are left out: where features have low
+    rank, the clients' residual spaces nearly coincide, and such a remainder is the representative direction itself.
 
     Args:
         parts: of the clients, at least one.
@@ -117,8 +118,8 @@ def consensus(parts: Sequence[ClassReference], residual: int = 12, weighting: We
     values, direction = right_singular(stack([p.direction[:, None] for p in parts]), rank=1)
     if not len(values):
         raise ValueError("all directions are zero")
-    width = min(residual, max(p.residual.shape[1] for p in parts))
-    _, basis = right_singular(stack([p.residual for p in parts]), rank=width)
+    roots, basis = right_singular(stack([p.residual for p in parts]), rank=residual)
+    basis = basis[:, roots.square() >= REMAINDER * roots[:1].square()]
     mass = torch.tensor(weights, dtype=torch.float64)
     dominance = float(sum(w * p.dominance for w, p in zip(weights, parts)) / mass.sum())
     return ClassReference(direction[:, 0].clone(), basis.clone(), sum(p.count for p in parts), dominance)

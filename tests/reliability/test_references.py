@@ -147,6 +147,24 @@ def test_common_residual_of_planted_classes_is_the_rest_of_the_span():
     assert torch.allclose(projector(found.residual), rest, atol=0.02)
 
 
+def test_small_clients_fill_the_common_residual_together():
+    """Three clients with two residual directions each, no two of them alike: six, or the first L by weight."""
+    axes = torch.eye(9, dtype=torch.float64)
+    parts = [ClassReference(axes[0], axes[:, 1 + 2 * k : 3 + 2 * k], count) for k, count in enumerate((20, 30, 10))]
+    assert torch.allclose(
+        projector(consensus(parts).residual), torch.diag(torch.tensor([0, *[1.0] * 6, 0, 0]).double())
+    )
+    four = consensus(parts, residual=4).residual
+    assert torch.allclose(projector(four), torch.diag(torch.tensor([0, *[1.0] * 4, 0, 0, 0, 0]).double()))
+
+
+def test_directions_that_hardly_any_sample_supports_are_left_out():
+    parts = [part([1, 0, 0], [[0, 1, 0]], 1000), part([1, 0, 0], [[0, 0, 1]], 9)]
+    assert consensus(parts).residual.shape == (3, 1)
+    parts[1] = part([1, 0, 0], [[0, 0, 1]], 11)
+    assert consensus(parts).residual.shape == (3, 2)
+
+
 def test_one_client_keeps_its_own_reference():
     mine = class_reference(torch.rand(30, 12, generator=torch_generator("one")), kappa=2)
     found = consensus([mine])
