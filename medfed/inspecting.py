@@ -43,6 +43,9 @@ def inspect(source: Path, reader: str, out: Path, sets: list[str], screen: Scree
         experiment = load_experiment(source, sets)
         with screen:
             cohort = read_section(experiment.cohort, screen.progress)
+        if (noise := experiment.condition.label_noise) is not None:
+            noise.targets(cohort.task)  # refuses what does not fit the classes
+            screen.say(f"Label noise is to come: {noise.describe(cohort.task)}. Counts: medfed run --check")
         pipeline = load_bundle(experiment, cohort.task).pipeline()
         options = getattr(pipeline.load, "options", None)
         shows = {

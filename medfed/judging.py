@@ -53,8 +53,8 @@ class AnnotationJudge:
             :func:`~medfed.reliability.quality.identification_quality`; ``clients`` says for each whether it is
             ``noisy`` in truth and whether the verdict is ``correct``.
             ``evaluation.relabelling`` as soon as a client trains on labels of its own making: see
-            :func:`~medfed.reliability.quality.relabelling_quality`, pooled over these clients and those that are
-            not judged clean, and for each of them under ``clients``.
+            :func:`~medfed.reliability.quality.relabelling_quality`, pooled over these clients and all others
+            that are judged noisy, and for each of them under ``clients``.
         """
         evaluation: dict[str, Any] = {}
         warnings: list[str] = []
@@ -69,8 +69,8 @@ class AnnotationJudge:
             corrected, unfit = self._corrected(step)
             warnings = [f"{name}: its training labels do not fit its samples; they are not measured" for name in unfit]
             if corrected:
-                distrusted = [name for name, given in (status or {}).items() if given != "clean"]
-                parts = {**{name: self._quality(name) for name in distrusted}, **corrected}
+                selected = [name for name, given in (status or {}).items() if given == "noisy"]
+                parts = {**{name: self._quality(name) for name in selected}, **corrected}
                 evaluation["relabelling"] = {**pooled(parts.values()), "clients": dict(sorted(parts.items()))}
         if not evaluation and not warnings:
             return {}

@@ -89,10 +89,11 @@ def test_false_accusations_are_told_where_no_label_is_wrong(tmp_path):
 
 
 def test_relabelling_by_hand(condition, tmp_path):
-    # North: 4 of 10 wrong, 3 made right and 1 right made wrong. b is distrusted and has corrected nothing.
+    # North: 4 of 10 wrong, 3 made right and 1 right made wrong. b is judged noisy and has
+    # corrected nothing; c is not selected.
     remember(tmp_path, "North", 3, labels=corrected(condition, "North", right=3, wrong=1))
     judge = AnnotationJudge(condition, tmp_path)
-    found = judge.judge({"North": "noisy", "b": "noisy", "c": "clean"}, 3)["evaluation"]["relabelling"]
+    found = judge.judge({"North": "noisy", "b": "noisy", "c": "undetermined"}, 3)["evaluation"]["relabelling"]
     assert list(found["clients"]) == ["North", "b"]
     north, other = found["clients"].values()
     assert (north["edited"], north["recovered"], north["false_edits"], north["remaining"]) == (4, 3, 1, 2)

@@ -52,6 +52,23 @@ def test_a_record_by_hand():
     }
 
 
+def test_quality_of_labels_goes_to_the_federation_and_to_each_client():
+    record = {
+        "evaluation": {
+            "identification": {"accuracy": 0.5, "noisy_f1": None, "clients": {"a": {"noisy": True, "correct": False}}},
+            "relabelling": {"recovery": 0.4, "clients": {"b": {"recovery": 0.3, "correction_precision": None}}},
+            "clients": {"b": {"recall/x": 0.1}},
+        }
+    }
+    server, clients = flatten_record(record)
+    assert server == {"identification/accuracy": 0.5, "relabelling/recovery": 0.4, "warnings": 0.0}
+    assert clients == {
+        "a": {"identification/noisy": 1.0, "identification/correct": 0.0},
+        "b": {"relabelling/recovery": 0.3, "evaluation/recall/x": 0.1},
+    }
+    assert "clients" in record["evaluation"]["relabelling"]  # the record itself is left as it is
+
+
 def test_a_bare_record():
     assert flatten_record({"round": 1}) == ({"warnings": 0.0}, {})
     assert flatten_record({"round": 1, "server": {"x": float("inf")}})[0] == {"warnings": 0.0}
