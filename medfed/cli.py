@@ -118,6 +118,14 @@ def compare(
     pooled: Annotated[
         bool, typer.Option("--pooled", help="Also the form of FedISM's tables: last rounds of all seeds pooled.")
     ] = False,
+    number: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--against",
+            metavar="KEY",
+            help="Line up runs over a number of the experiment, e.g. condition.label_noise.rate: a group each.",
+        ),
+    ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="Also write this file: .html, .csv, .md, .tex, .json or .png."),
@@ -126,20 +134,20 @@ def compare(
     """Compares runs that share a condition: clean, corrupted, average, worst client, gap."""
     from rich.console import Console
 
+    from medfed.report.against import against
     from medfed.report.compare import compare as compare_runs
     from medfed.report.runs import load_run
 
     loaded = [load_run(path) for path in runs]
-    result = compare_runs(loaded, metrics=metric, baseline=baseline, last=last, allow_unpaired=unpaired)
+    how: dict[str, Any] = {"metrics": metric, "baseline": baseline, "last": last, "allow_unpaired": unpaired}
+    result: Any = compare_runs(loaded, **how) if number is None else against(loaded, number, **how)
     result.render(Console(highlight=False), pooled)
     if out is not None:
-        write_comparison(loaded, result, out, metric, baseline, last, unpaired)
+        write_comparison(loaded, result, out, number, how)
         typer.echo(f"Written: {out}")
 
 
-def write_comparison(
-    loaded: list[Any], result: Any, out: Path, metric: list[str] | None, baseline: str | None, last: int, unpaired: bool
-) -> None:
+def write_comparison(loaded: list[Any], result: Any, out: Path, number: str | None, how: dict[str, Any]) -> None:
     """Writes a comparison in the format that the file's ending names."""
     texts = {".csv": result.to_csv, ".md": result.to_markdown, ".tex": result.to_latex, ".json": result.to_json}
     if out.suffix in texts:
@@ -148,7 +156,11 @@ def write_comparison(
     elif out.suffix == ".html":
         from medfed.report.html import experiment_page
 
-        experiment_page(loaded, out, metrics=metric, baseline=baseline, last=last, allow_unpaired=unpaired)
+        experiment_page(loaded, out, number=number, **how)
+    elif out.suffix == ".png" and number is not None:
+        from medfed.report.against_figures import against_plot
+
+        against_plot(result, out)
     elif out.suffix == ".png":
         from medfed.report.plots import comparison_plot
 

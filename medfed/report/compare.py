@@ -161,6 +161,7 @@ def compare(
     baseline: str | None = None,
     last: int = LAST,
     allow_unpaired: bool = False,
+    groups: dict[str, list[Run]] | None = None,
 ) -> Comparison:
     """Compares runs of several methods, paired by seed.
 
@@ -170,6 +171,7 @@ def compare(
         baseline: the method that differences are taken against; the first unless given.
         last: rounds that a run's number is the mean of.
         allow_unpaired: compare although conditions differ; then no differences are given.
+        groups: the runs by the label of their method; as :func:`group_by_method` has them unless given.
 
     Returns:
         The comparison.
@@ -180,22 +182,28 @@ def compare(
     """
     if not runs:
         raise MedfedError("there is no run to compare.", fix="Name at least one run directory.")
-    groups = group_by_method(runs)
+    groups = group_by_method(runs) if groups is None else groups
     unlike = unpaired(groups)
     if unlike and not allow_unpaired:
-        raise MedfedError(
-            "the runs are not paired: " + "; ".join(unlike) + ".",
-            fix="Compare runs made on the same condition, or allow unpaired runs (no differences then).",
-        )
+        raise MedfedError(f"the runs are not paired: {few(unlike, 2, '; ')}.", fix=_pairing(runs))
     chosen = _choose_metrics(runs, metrics)
-    base = _choose_baseline(groups, baseline)
+    base = choose_baseline(groups, baseline)
     cells = {key: _cell(groups[key[0]], key[1], key[2], last) for key in itertools.product(groups, chosen, COLUMNS)}
     result = Comparison(groups, chosen, base, not unlike, last, cells, [])
     if result.paired:
         _pair(result)
     _rank(result)
-    result.notes = _notes(result, unlike)
+    result.notes = notes_on(result, unlike)
     return result
+
+
+def _pairing(runs: Sequence[Run]) -> str:
+    """What can be done about runs that are not paired."""
+    from medfed.report.against import candidates
+
+    found = candidates(runs)
+    other = f" For a line over {few(found)}: --against {found[0]}." if found else ""
+    return f"Compare runs made on the same condition, or allow unpaired runs (no differences then).{other}"
 
 
 def group_by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -247,16 +255,16 @@ def unpaired(groups: dict[str, list[Run]]) -> list[str]:
             by_seed[run.seed].append((method, run))
     for seed, entries in by_seed.items():
         if len(entries) > 1 and not _same_condition([run for _, run in entries]):
-            who = ", ".join(f"{r.folder} ({_short(r.meta.get('condition_hash'))})" for _, r in entries)
+            who = few([f"{r.folder} ({_short(r.meta.get('condition_hash'))})" for _, r in entries])
             reasons.append(f"with seed {seed} the conditions of {who} are not the same")
         models = {m for _, r in entries if (m := r.meta.get("initial_model_hash"))}
         if len(models) > 1:
-            who = ", ".join(f"{r.folder} ({str(r.meta.get('initial_model_hash'))[:12]})" for _, r in entries)
+            who = few([f"{r.folder} ({str(r.meta.get('initial_model_hash'))[:12]})" for _, r in entries])
             reasons.append(f"with seed {seed} the initial models of {who} are not the same")
         for method in groups:
             twice = [r.folder for m, r in entries if m == method]
             if len(twice) > 1:
-                reasons.append(f"{method} has seed {seed} {len(twice)} times ({', '.join(twice)})")
+                reasons.append(f"{method} has seed {seed} {len(twice)} times ({few(twice)})")
     return reasons
 
 
@@ -297,7 +305,8 @@ def _choose_metrics(runs: Sequence[Run], wanted: Sequence[str] | None) -> list[s
     return list(dict.fromkeys(wanted))
 
 
-def _choose_baseline(groups: dict[str, list[Run]], wanted: str | None) -> str:
+def choose_baseline(groups: dict[str, list[Run]], wanted: str | None) -> str:
+    """The label of the method that differences are taken against: the first unless one is named."""
     if wanted is None:
         return next(iter(groups))
     if wanted in groups:
@@ -339,13 +348,20 @@ def _pair(result: Comparison) -> None:
 
 
 def _rank(result: Comparison) -> None:
-    """Marks best and second best; equal means share a rank, and a collapsed model's gap takes none."""
+    """Marks best and second best; equal means share a rank.
+
+    A collapsed model's gap takes none, nor does a reference on true labels, which no method can be held against.
+    """
     collapsed = {m for m, members in result.runs.items() if any(collapse(r, result.last) for r in members)}
+    noise = any(_mislabelled(r) for members in result.runs.values() for r in members)
+    references = {m for m, members in result.runs.items() if noise and not any(map(_mislabelled, members))}
     for name, column in itertools.product(result.metrics, COLUMNS):
         means = {
             m: mean
             for m in result.methods
-            if (mean := result.cell(m, name, column).mean) is not None and not (column == "gap" and m in collapsed)
+            if (mean := result.cell(m, name, column).mean) is not None
+            and not (column == "gap" and m in collapsed)
+            and m not in references
         }
         if len(means) < 2:
             continue
@@ -354,10 +370,10 @@ def _rank(result: Comparison) -> None:
             result.cell(method, name, column).rank = rank if rank <= 2 else None
 
 
-def few(items: Sequence[str], most: int = 3) -> str:
+def few(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
     """The first of them by name, and how many more there are."""
     more = len(items) - most
-    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _undefined(runs: Sequence[Run], result: Comparison) -> list[str]:
@@ -379,7 +395,8 @@ def _undefined(runs: Sequence[Run], result: Comparison) -> list[str]:
     return notes
 
 
-def _notes(result: Comparison, unlike: list[str]) -> list[str]:
+def notes_on(result: Comparison, unlike: list[str]) -> list[str]:
+    """What a reader of a comparison must know, after the reasons for which its runs are not paired."""
     notes = [f"not paired, so there are no differences: {reason}" for reason in unlike]
     everyone = [run for members in result.runs.values() for run in members]
     seeds = {m: {str(r.seed) for r in members} for m, members in result.runs.items()}

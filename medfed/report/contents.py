@@ -81,6 +81,18 @@ def left_out(run: Run) -> LeftOut:
     return LeftOut(reasons, corrections, notes or [])
 
 
+def experiment(run: Run) -> dict[str, Any] | None:
+    """The resolved experiment; None where it is not there."""
+
+    def read(path: Path) -> dict[str, Any]:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("not a mapping")
+        return content
+
+    return _read(run, "experiment.yaml", read)
+
+
 def configuration(run: Run) -> str | None:
     """The resolved experiment without this machine's paths: a report may leave the house."""
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from medfed.errors import FederationError
+from medfed.report.against import against
 from medfed.report.compare import compare
-from medfed.report.page import comparison_view, run_view
+from medfed.report.page import against_view, comparison_view, run_view
 from medfed.report.runs import LAST, Run, load_run
 
 
@@ -47,6 +48,7 @@ def experiment_page(
     baseline: str | None = None,
     last: int = LAST,
     allow_unpaired: bool = False,
+    number: str | None = None,
 ) -> Path:
     """Writes the page that compares several runs.
 
@@ -58,6 +60,7 @@ def experiment_page(
         baseline: see there.
         last: see there.
         allow_unpaired: see there.
+        number: number of the experiment that methods are drawn against; see :func:`medfed.report.against.against`.
 
     Returns:
         The file written.
@@ -66,6 +69,10 @@ def experiment_page(
         MedfedError: as :func:`medfed.report.compare.compare`; if the file cannot be written.
     """
     loaded = [r if isinstance(r, Run) else load_run(r) for r in runs]
+    if number is not None:
+        found = against(loaded, number, metrics=metrics, baseline=baseline, last=last, allow_unpaired=allow_unpaired)
+        page = environment().get_template("against.html").render(against_view(found, title))
+        return write_page(page, Path(out))
     result = compare(loaded, metrics=metrics, baseline=baseline, last=last, allow_unpaired=allow_unpaired)
     page = environment().get_template("experiment.html").render(comparison_view(result, title))
     return write_page(page, Path(out))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 
-from medfed.report import contents, figures, plots, reliability, reliability_figures, tables
+from medfed.report import (
+    against_figures,
+    against_tables,
+    contents,
+    figures,
+    plots,
+    reliability,
+    reliability_figures,
+    tables,
+)
+from medfed.report.against import Against
 from medfed.report.compare import Comparison
 from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, choose, metric
 from medfed.report.notices import in_rounds, notices, ranges, refusals
@@ -121,18 +132,12 @@ def labels_view(run: Run) -> dict[str, Any] | None:
 
 def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
     """Everything that the page of a comparison shows."""
-    everyone = [(method, run) for method, members in result.runs.items() for run in members]
     sections = []
     for name in result.metrics:
-        blocks = []
-        for caption, methods, write in tables.sections(result, name):
-            ranked = write is not tables.by_difference
-            rows = [(m, [(write(name, c), c.rank if ranked else None) for c in _row(result, m, name)]) for m in methods]
-            blocks.append((caption, rows))
         sections.append(
             {
                 "metric": metric(name),
-                "blocks": blocks,
+                "blocks": blocks(result, name),
                 "curves": _svg(
                     plots.comparison_figure(result, [name]),
                     f"{metric(name).label} over rounds",
@@ -150,9 +155,54 @@ def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
         "title": title,
         "comparison": result,
         "sections": sections,
-        "members": [(method, run, duration(run)) for method, run in everyone],
+        "members": members(result.runs),
         **common(),
     }
+
+
+def against_view(result: Against, title: str) -> dict[str, Any]:
+    """Everything that the page of comparisons against a number shows."""
+    sections = []
+    for name in result.metrics:
+        parts = []
+        for column in result.columns(name):
+            drawn = _svg(
+                against_figures.against_figure(result, [(name, column)]),
+                f"{metric(name).label} on the {column} test set against {result.label}",
+                "A line a method: mean and standard deviation over seeds.",
+            )
+            found = [g for p in result.panels for g in against_tables.panel_grids(result, p, name, column)]
+            parts.append((column, drawn, found))
+        if parts:
+            sections.append({"metric": metric(name), "parts": parts})
+    groups = [
+        (panel.title, value, [(metric(n), blocks(group, n)) for n in group.metrics])
+        for panel in result.panels
+        for value, group in panel.points.items()
+    ]
+    return {
+        "title": title,
+        "result": result,
+        "sections": sections,
+        "groups": groups,
+        "members": members(result.runs),
+        **common(),
+    }
+
+
+def blocks(result: Comparison, name: str) -> list[tuple[str, list[tuple[str, list[tuple[str, int | None]]]]]]:
+    """The tables of one metric: caption and rows of method and cells (text, rank)."""
+    found = []
+    for caption, methods, write in tables.sections(result, name):
+        ranked = write is not tables.by_difference
+        rows = [(m, [(write(name, c), c.rank if ranked else None) for c in _row(result, m, name)]) for m in methods]
+        found.append((caption, rows))
+    return found
+
+
+def members(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, Run, str]]:
+    """Method, run and how long it took."""
+    return [(method, run, duration(run)) for method, own in runs.items() for run in own]
 
 
 def common() -> dict[str, Any]:
