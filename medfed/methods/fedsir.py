@@ -81,7 +81,7 @@ class FedSIRSettings(OctFedSIRSettings):
     coefficient: float | None = Field(0.2, ge=0, le=1)
     temperature: float = Field(1.0, gt=0)
     soften_student: bool = False
-    distil: Literal["all", "disagreed"] = "disagreed"
+    distil_on: Literal["all", "disagree"] = "disagree"
     ramp: Ramp | None = Ramp()
 
     @model_validator(mode="before")

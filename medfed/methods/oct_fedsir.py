@@ -48,7 +48,7 @@ class OctFedSIRSettings(Identification, Relabelling):
         temperature: of the teacher, and of the student with ``soften_student``. Not in the paper; 0.8 is what runs in
             FedSIR's released code.
         soften_student: the student's logits are divided by the temperature too (Eq. 30).
-        distil: samples that follow the teacher: ``all``, or those on which the two criteria ``disagreed`` at the last
+        distil_on: samples that follow the teacher: ``all``, or those on which the two criteria ``disagree`` at the last
             checkpoint (FedSIR; all of them before the first).
         daagg: models weighted by distance to the nearest clean one (Eqs. 35 to 39); otherwise by sample counts.
     """
@@ -61,7 +61,7 @@ class OctFedSIRSettings(Identification, Relabelling):
     coefficient: float | None = Field(None, ge=0, le=1)
     temperature: float = Field(0.8, gt=0)
     soften_student: bool = True
-    distil: Literal["all", "disagreed"] = "all"
+    distil_on: Literal["all", "disagree"] = "all"
     daagg: bool = True
 
     def prior(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def one_round(server: Server, settings: OctFedSIRSettings, round: int) -> RoundR
         "weight": weight,
         "temperature": settings.temperature,
         "soften_student": settings.soften_student,
-        "distil": settings.distil,
+        "distil_on": settings.distil_on,
         "learning_rate": settings.learning_rate,
         "epochs": settings.local_epochs,
         **settings.prior(),
