@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from medfed.errors import MedfedError, nearest
-from medfed.report.compare import Cell, Comparison, choose_baseline, compare, few, group_by_method, notes_on
+from medfed.report.compare import Cell, Comparison, choose_baseline, compare, group_by_method
 from medfed.report.contents import experiment
 from medfed.report.metrics import choose
+from medfed.report.notices import few, notes_on
 from medfed.report.runs import LAST, Run
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from medfed.errors import MedfedError, nearest
 from medfed.report.contents import flat
-from medfed.report.metrics import COLUMN_LABELS, COLUMNS, choose, metric
-from medfed.report.notices import collapse
+from medfed.report.metrics import COLUMNS, choose, metric
+from medfed.report.notices import collapse, few, notes_on
 from medfed.report.runs import LAST, Run
 
 if TYPE_CHECKING:
@@ -368,50 +368,3 @@ def _rank(result: Comparison) -> None:
         for method, mean in means.items():
             rank = 1 + sum(gain(name, column, other, mean) > 0 for other in means.values())
             result.cell(method, name, column).rank = rank if rank <= 2 else None
-
-
-def few(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
-    """The first of them by name, and how many more there are."""
-    more = len(items) - most
-    return separator.join(items[:most]) + (f" and {more} more" if more > 0 else "")
-
-
-def _undefined(runs: Sequence[Run], result: Comparison) -> list[str]:
-    """What is not defined in all of the last rounds: one note a metric, for the columns that share their runs."""
-    by_runs: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
-    for name, column in itertools.product(result.metrics, COLUMNS):
-        finals = [(run, run.final(f"{column}/{name}", result.last)) for run in runs]
-        part = [
-            f"{run.folder} ({final.defined} of {len(final.rounds)} rounds)"
-            for run, final in finals
-            if final.rounds and not final.complete
-        ]
-        if part:
-            by_runs[name, tuple(part)].append(COLUMN_LABELS[column])
-    notes = []
-    for (name, short), columns in by_runs.items():
-        where = f"{len(short)} of {len(runs)} runs"
-        notes.append(f"{metric(name).label}, {', '.join(columns)}: not always defined in {where}: {few(short)}")
-    return notes
-
-
-def notes_on(result: Comparison, unlike: list[str]) -> list[str]:
-    """What a reader of a comparison must know, after the reasons for which its runs are not paired."""
-    notes = [f"not paired, so there are no differences: {reason}" for reason in unlike]
-    everyone = [run for members in result.runs.values() for run in members]
-    seeds = {m: {str(r.seed) for r in members} for m, members in result.runs.items()}
-    if len({frozenset(s) for s in seeds.values()}) > 1:
-        have = "; ".join(f"{m}: {', '.join(sorted(s))}" for m, s in seeds.items())
-        notes.append(f"methods have different seeds, differences use those in common ({have})")
-    if len({run.meta.get("data_hash") for run in everyone}) > 1:
-        notes.append("the data of the runs differ (data hash)")
-    going = [f"{r.folder} ({r.status}, {len(r.records)} of {r.planned} rounds)" for r in everyone if not r.finished]
-    if going:
-        notes.append(f"not finished: {few(going)}")
-    if fallen := [f"{r.folder} ({why})" for r in everyone if (why := collapse(r, result.last)) is not None]:
-        notes.append(f"collapsed, and the gap of the method is not ranked: {few(fallen)}")
-    notes += _undefined(everyone, result)
-    lengths = {len(run.records) for run in everyone}
-    if len(lengths) > 1:
-        notes.append(f"runs have different lengths ({', '.join(map(str, sorted(lengths)))} rounds)")
-    return notes

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from medfed.report.metrics import COLUMN_LABELS, COLUMNS, metric
 from medfed.report.runs import LAST, Run
+
+if TYPE_CHECKING:
+    from medfed.report.compare import Comparison
 
 _COLLAPSED = re.compile(r"predicts (?:only )?\d+ of \d+ |of the samples to 1 of \d+ |every sample the same")
 """The warnings of evaluation that say that a model has collapsed."""
@@ -37,6 +43,12 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in parts)
+
+
+def few(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """The first of them by name, and how many more there are."""
+    more = len(items) - most
+    return separator.join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_rounds(numbers: Iterable[int]) -> str:
@@ -131,3 +143,44 @@ def _left_out(run: Run) -> list[Notice]:
         where = in_rounds(r for rounds in clients.values() for r in rounds)
         found.append(Notice("note", f"{who} left out: {why}", where if times == 1 else f"{times} times, in {where}"))
     return found
+
+
+def _not_always_defined(runs: Sequence[Run], result: Comparison) -> list[str]:
+    """What is not defined in all of the last rounds: one note a metric, for the columns that share their runs."""
+    by_runs: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    for name, column in itertools.product(result.metrics, COLUMNS):
+        finals = [(run, run.final(f"{column}/{name}", result.last)) for run in runs]
+        part = [
+            f"{run.folder} ({final.defined} of {len(final.rounds)} rounds)"
+            for run, final in finals
+            if final.rounds and not final.complete
+        ]
+        if part:
+            by_runs[name, tuple(part)].append(COLUMN_LABELS[column])
+    notes = []
+    for (name, short), columns in by_runs.items():
+        where = f"{len(short)} of {len(runs)} runs"
+        notes.append(f"{metric(name).label}, {', '.join(columns)}: not always defined in {where}: {few(short)}")
+    return notes
+
+
+def notes_on(result: Comparison, unlike: list[str]) -> list[str]:
+    """What a reader of a comparison must know, after the reasons for which its runs are not paired."""
+    notes = [f"not paired, so there are no differences: {reason}" for reason in unlike]
+    everyone = [run for members in result.runs.values() for run in members]
+    seeds = {m: {str(r.seed) for r in members} for m, members in result.runs.items()}
+    if len({frozenset(s) for s in seeds.values()}) > 1:
+        have = "; ".join(f"{m}: {', '.join(sorted(s))}" for m, s in seeds.items())
+        notes.append(f"methods have different seeds, differences use those in common ({have})")
+    if len({run.meta.get("data_hash") for run in everyone}) > 1:
+        notes.append("the data of the runs differ (data hash)")
+    going = [f"{r.folder} ({r.status}, {len(r.records)} of {r.planned} rounds)" for r in everyone if not r.finished]
+    if going:
+        notes.append(f"not finished: {few(going)}")
+    if fallen := [f"{r.folder} ({why})" for r in everyone if (why := collapse(r, result.last)) is not None]:
+        notes.append(f"collapsed, and the gap of the method is not ranked: {few(fallen)}")
+    notes += _not_always_defined(everyone, result)
+    lengths = {len(run.records) for run in everyone}
+    if len(lengths) > 1:
+        notes.append(f"runs have different lengths ({', '.join(map(str, sorted(lengths)))} rounds)")
+    return notes

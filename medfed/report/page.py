@@ -17,13 +17,13 @@ from medfed.report import (
     figures,
     plots,
     reliability,
-    reliability_figures,
     tables,
 )
 from medfed.report.against import Against
 from medfed.report.compare import Comparison
 from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, choose, metric
 from medfed.report.notices import in_rounds, notices, ranges, refusals
+from medfed.report.reliability_page import labels_view
 from medfed.report.runs import Run
 
 TEST_SETS = ("clean", "corrupted")
@@ -64,7 +64,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "finals": [(metric(n), [final(run, f"{c}/{n}", last) for c in COLUMNS]) for n in names],
         "curves": metric_figures(run, names, last),
         "panels": client_figures(run, names, corrupted),
-        "participation": _svg(
+        "participation": plots.inline(
             figures.participation(run, corrupted),
             "Participation",
             "What became of every client in every round: admitted, refused, dropped out, or not asked.",
@@ -73,7 +73,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "recalls": recalls(run, last),
         "confusions": [(g, confusion(run, p)) for g, p in predictions.items() if len(p.labels)],
         "predictions_round": max((p.round for p in predictions.values()), default=None),
-        "reliability": _svg(
+        "reliability": plots.inline(
             figures.reliability(predictions, run.multilabel),
             "Reliability diagram",
             "How often a prediction is right against how confident it is.",
@@ -85,49 +85,14 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "left_out": contents.left_out(run),
         "labels": labels_view(run),
         "marks": {what: in_rounds(rounds) for what, rounds in marks.items()},
-        "timing": _svg(figures.timing(run), "Seconds a round", "Time of clients, of evaluation and of the rest."),
-        "traffic": _svg(figures.traffic(run, marks), "Bytes a round", "What was sent down to clients and up."),
+        "timing": plots.inline(
+            figures.timing(run), "Seconds a round", "Time of clients, of evaluation and of the rest."
+        ),
+        "traffic": plots.inline(figures.traffic(run, marks), "Bytes a round", "What was sent down to clients and up."),
         "config": contents.configuration(run),
     }
     # Last, when every file was opened, so that what cannot be read is among the notices.
     return {**view, "notices": notices(run, last), **common()}
-
-
-def labels_view(run: Run) -> dict[str, Any] | None:
-    """What is shown of the reliability of labels; None where no client was judged and no label proposed."""
-    found, checkpoints = reliability.identification(run), reliability.checkpoints(run)
-    if found is None and not checkpoints:
-        return None
-    view: dict[str, Any] = {
-        "found": found,
-        "noisy": reliability.noisy_clients(run),
-        "relabelling": reliability.relabelling_table(checkpoints),
-        "checkpoints": _svg(
-            reliability_figures.relabelling(checkpoints),
-            "Relabelling by checkpoint",
-            "How many training targets are edited or wrong, and how right the edits are.",
-        ),
-    }
-    if found is None:
-        return view
-    return view | {
-        "judged": in_rounds(found.rounds),
-        "counts": [(s, len(found.of(s))) for s in reliability.STATUS],
-        "quality": [(t, _percent(found.quality[k])) for k, t in reliability.QUALITY.items() if k in found.quality],
-        "verdicts": reliability.verdict_table(found),
-        "confusion": reliability.confusion_table(found),
-        "similarity": reliability.similarity_tables(run, found),
-        "distributions": _svg(
-            reliability_figures.distributions(found),
-            "Grounds of the verdicts",
-            "Each client's probability of being clean, descriptors and evidence, by verdict.",
-        ),
-        "space": _svg(
-            reliability_figures.descriptor_space(found),
-            "Descriptor space",
-            "The three descriptors of every client against each other, coloured by verdict.",
-        ),
-    }
 
 
 def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
@@ -138,12 +103,12 @@ def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
             {
                 "metric": metric(name),
                 "blocks": blocks(result, name),
-                "curves": _svg(
+                "curves": plots.inline(
                     plots.comparison_figure(result, [name]),
                     f"{metric(name).label} over rounds",
                     "Mean and single seeds of each method on the clean and the corrupted test set.",
                 ),
-                "differences": _svg(
+                "differences": plots.inline(
                     plots.difference_figure(result, name),
                     f"Paired differences in {metric(name).label}",
                     "A dot a seed, a bar at the mean of the seeds.",
@@ -166,7 +131,7 @@ def against_view(result: Against, title: str) -> dict[str, Any]:
     for name in result.metrics:
         parts = []
         for column in result.columns(name):
-            drawn = _svg(
+            drawn = plots.inline(
                 against_figures.against_figure(result, [(name, column)]),
                 f"{metric(name).label} on the {column} test set against {result.label}",
                 "A line a method: mean and standard deviation over seeds.",
@@ -230,7 +195,7 @@ def metric_figures(run: Run, names: list[str], last: int) -> list[tuple[Markup, 
     for name in names:
         shown = metric(name)
         title = f"{shown.label} by round"
-        drawn = _svg(figures.metric_curves(run, name, last), title, "One line for each test set.")
+        drawn = plots.inline(figures.metric_curves(run, name, last), title, "One line for each test set.")
         if drawn:
             where = " and ".join(g for g in TEST_SETS if run.values(f"{g}/{name}"))
             found.append((drawn, f"{shown.label} of the global model on the {where} test set; {shown.direction}."))
@@ -356,7 +321,3 @@ def _percent(value: float | None) -> str:
 
 def _row(result: Comparison, method: str, name: str) -> list[Any]:
     return [result.cell(method, name, column) for column in COLUMNS]
-
-
-def _svg(drawn: Any, title: str, description: str) -> Markup | None:
-    return None if drawn is None else plots.svg(drawn, title, description)

@@ -156,6 +156,11 @@ def svg(figure: Figure, title: str, description: str) -> Markup:
     )
 
 
+def inline(figure: Figure | None, title: str, description: str) -> Markup | None:
+    """As :func:`svg`; None where there is nothing to draw."""
+    return None if figure is None else svg(figure, title, description)
+
+
 def _shorten(tag: re.Match[str]) -> str:
     """Cuts coordinates to hundredths of a point; text between tags (tick labels, names) stays as it is."""
     return re.sub(r"\s+", " ", _LONG.sub(r"\1", tag[0])).replace(" L ", "L")

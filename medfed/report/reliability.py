@@ -1,9 +1,9 @@
-"""How reliable the labels of clients were found to be: what a run recorded, as plain values and tables.
+"""How reliable the labels of clients were found to be: what a run recorded, as plain values.
 
 Methods that identify noisy clients record, in the rounds of an identification, a verdict and its grounds for each
 client, and in the rounds of a relabelling how many training targets changed; evaluation adds, in a simulation, how
-right that was.  Everything here reads the run directory; the drawings are in
-:mod:`medfed.report.reliability_figures`.
+right that was.  Everything here reads the run directory; :mod:`medfed.report.reliability_page` makes tables of it and
+:mod:`medfed.report.reliability_figures` drawings.
 """
 
 from __future__ import annotations
@@ -290,96 +290,3 @@ def _similarity(run: Run, client: str) -> np.ndarray | None:
     size = len(run.classes)
     known = matrix.shape == (size, size) and np.isfinite(matrix[~np.eye(size, dtype=bool)]).any()
     return matrix if known else None
-
-
-# Tables for the page.
-
-
-def verdict_table(found: Identification) -> dict[str, Any]:
-    """A row a client: ``header`` (name, meaning) and ``rows`` (client, status, truly noisy or not, wrong, cells)."""
-    names = ("p_clean", *DESCRIPTORS, "observed_classes", *found.evidence)
-    shown = [n for n in names if found.defined(n) and n not in found.errors]
-    titles = {"p_clean": "p(clean)", "observed_classes": "classes", **DESCRIPTORS}
-    revised = any(len(c.history) > 1 for c in found.clients.values())
-    rows = []
-    for name, client in found.clients.items():
-        cells = [_cell(client, n, 0 if found.counts(n) else 3) for n in shown]
-        if revised:
-            earlier = ", ".join(f"{status} in round {round_}" for round_, status in client.history[:-1])
-            cells.append(earlier or "–")
-        truth = None if found.noisy is None else name in found.noisy
-        rows.append((name, client.status, truth, found.wrong(name), cells))
-    header = [titles.get(n, n.replace("_", " ")) for n in shown] + ["earlier"] * revised
-    return {"header": header, "rows": rows, "known": found.noisy is not None}
-
-
-def confusion_table(found: Identification) -> list[tuple[str, list[tuple[int, float, bool]]]] | None:
-    """Rows by truth: count, share of the row and whether it is right, for each verdict; None without truth."""
-    table = found.confusion()
-    if table is None:
-        return None
-    return [
-        (truth, [(n, n / max(sum(row), 1), verdict == truth) for n, verdict in zip(row, STATUS)])
-        for truth, row in table.items()
-    ]
-
-
-def similarity_tables(run: Run, found: Identification) -> dict[str, Any] | None:
-    """Cosines for the page, with a shade from 0 (lowest of all off the diagonal) to 1 (highest).
-
-    Returns:
-        ``low``, ``high`` and ``tables``: status, client and rows of (class, cells of (text, shade or None)).
-    """
-    matrices = similarities(run, found)
-    if not matrices:
-        return None
-    off = ~np.eye(len(run.classes), dtype=bool)
-    values = np.concatenate([m[off] for _, _, m in matrices])
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    span = high - low or 1.0
-    tables = []
-    for status, client, matrix in matrices:
-        rows = []
-        for i, (name, row) in enumerate(zip(run.classes, matrix)):
-            cells = [
-                (number(v, 2), float((v - low) / span) if i != j and math.isfinite(v) else None)
-                for j, v in enumerate(row)
-            ]
-            rows.append((name, cells))
-        tables.append((status, client, rows))
-    return {"low": number(low, 2), "high": number(high, 2), "tables": tables}
-
-
-def relabelling_table(found: list[Checkpoint]) -> dict[str, Any] | None:
-    """``header``, ``pooled`` (checkpoint by checkpoint) and ``clients`` (at the last one), cells in percent."""
-    if not found:
-        return None
-    last = found[-1]
-    known = {k for c in found for part in (c.pooled, *c.clients.values()) for k in part}
-    keys = [k for k in RELABELLING if k in known]
-
-    def cells(values: Mapping[str, float]) -> list[str]:
-        return [percent(values.get(k, math.nan)) for k in keys]
-
-    return {
-        "header": [(RELABELLING[k], MEANINGS[k]) for k in keys],
-        "pooled": [(c.round, c.edited, cells(c.pooled)) for c in found],
-        "clients": [(n, cells(v)) for n, v in sorted(last.clients.items())],
-        "round": last.round,
-    }
-
-
-def _cell(client: Judged, name: str, digits: int) -> str:
-    error = client.values.get(f"{name}{ERROR}", math.nan)
-    spread = f" ± {number(error, digits)}" if math.isfinite(error) else ""
-    return number(client.values.get(name, math.nan), digits) + spread
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A number of a table."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
-
-
-def percent(value: float) -> str:
-    """A share in percent, without the sign."""
-    return f"{100 * value:.1f}" if math.isfinite(value) else "–"
