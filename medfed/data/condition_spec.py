@@ -117,6 +117,14 @@ class LabelNoiseSpec(BaseModel):
     coverage: int | None = Field(default=None, ge=1)
     apply: bool = True
 
+    @field_validator("rate", mode="before")
+    @classmethod
+    def _one_or_two_numbers(cls, value: Any) -> Any:
+        parts = value if isinstance(value, (list, tuple)) and len(value) == 2 else [value]
+        if not all(isinstance(part, (int, float)) and not isinstance(part, bool) for part in parts):
+            raise ValueError("is a number from 0 to 1, or [low, high]")
+        return value
+
     @field_validator("map", mode="before")
     @classmethod
     def _names_are_text(cls, value: Any) -> Any:

@@ -191,7 +191,7 @@ class Condition:
             return
         untouched = [name for name in self.truth.noisy if name not in self.mislabelled]
         if untouched:
-            yield f"the label noise changes no label at {', '.join(untouched)}: too few samples of the classes concerned"
+            yield f"the label noise changes no label at {', '.join(untouched)}: too few samples of these classes"
         trusted = _per_class(self.truth.labels[~np.isin(self.truth.clients, self.truth.noisy)], self.task)
         for name, at_clean, at_all in zip(self.task.classes, trusted, _per_class(self.truth.labels, self.task)):
             if at_all and not at_clean:

@@ -283,7 +283,7 @@ def test_warnings_of_noise_in_name_only_and_of_classes_without_a_clean_client():
     noise = {"kind": "asymmetric", "map": {"DRUSEN": "NORMAL"}, "rate": 0.5, "noisy_clients": ["b"]}
     found = generate(train, TEST, spec(noise, kind="given")).warnings
     assert found[-4:] == (
-        "the label noise changes no label at b: too few samples of the classes concerned",
+        "the label noise changes no label at b: too few samples of these classes",
         "class DME is at no client with clean labels",
         "class DRUSEN is at no client with clean labels",
         "class NORMAL is at no client with clean labels",
@@ -346,6 +346,11 @@ def test_an_experiment_file_is_the_same_after_it_was_resolved():
     experiment = validate(yaml.safe_load(text), "test")
     assert experiment.condition.label_noise.map == {"0": "1", "1": ("0", "2")}
     assert validate(yaml.safe_load(experiment.dump()), "again") == experiment
+    for rate in ("lots", "[0.1, 0.2, 0.3]", "[0.1, x]", "true", "null", "{low: 0.1}"):
+        with pytest.raises(
+            ConfigError, match=r"label_noise\.rate': is a number from 0 to 1, or \[low, high"
+        ):
+            validate(yaml.safe_load(text.replace("[0.2, 0.4]", rate)), "test")
     wrong = text.replace("clean: 3", "claen: 3")
     with pytest.raises(ConfigError, match=r"condition\.label_noise\.claen.*'clean'"):
         validate(yaml.safe_load(wrong), "test")
