@@ -347,9 +347,7 @@ def test_an_experiment_file_is_the_same_after_it_was_resolved():
     assert experiment.condition.label_noise.map == {"0": "1", "1": ("0", "2")}
     assert validate(yaml.safe_load(experiment.dump()), "again") == experiment
     for rate in ("lots", "[0.1, 0.2, 0.3]", "[0.1, x]", "true", "null", "{low: 0.1}"):
-        with pytest.raises(
-            ConfigError, match=r"label_noise\.rate': is a number from 0 to 1, or \[low, high"
-        ):
+        with pytest.raises(ConfigError, match=r"label_noise\.rate': is a number from 0 to 1, or \[low, high"):
             validate(yaml.safe_load(text.replace("[0.2, 0.4]", rate)), "test")
     wrong = text.replace("clean: 3", "claen: 3")
     with pytest.raises(ConfigError, match=r"condition\.label_noise\.claen.*'clean'"):
