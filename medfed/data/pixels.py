@@ -1,4 +1,4 @@
-"""Tensor mathematics between decoding and the network: windows, ranges, channels, size, white corners.
+"""Tensor mathematics between decoding and the network: windows, ranges, channels, size.
 
 Pictures are float tensors ``[C, H, W]``.  The MONAI transforms over these functions stand in
 :mod:`medfed.data.transforms`.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn import functional
 
-from medfed.data.dicom_values import touching_border
 from medfed.errors import ConfigError, DataError, nearest
 
 WINDOWS: dict[str, tuple[float, float]] = {
@@ -131,34 +129,3 @@ def resize(
         around = (left, width - inner[1] - left, top, height - inner[0] - top)
         pixels = functional.pad(pixels, around, value=pad)
     return pixels
-
-
-def mask_white_border(
-    pixels: torch.Tensor, value_range: Sequence[float], min_fraction: float = 0.0005, grow: int = 2
-) -> tuple[torch.Tensor, bool]:
-    """Blackens saturated regions that touch the border (the corners that rotation left white in Kermany's OCT).
-
-    Args:
-        pixels: ``[C, H, W]``.
-        value_range: nominal range; saturated is 250/255 of it and above, in all channels.
-        min_fraction: regions smaller than this fraction of the picture are left: bright tissue at the edge.
-        grow: pixels by which a region is widened, to take the grey seam that JPEG leaves.
-
-    Returns:
-        The picture, and whether anything was blackened.
-    """
-    from scipy.ndimage import binary_dilation, label
-
-    low, high = map(float, value_range)
-    saturated = (pixels >= low + (high - low) * 250 / 255).all(0).numpy()
-    regions, count = label(touching_border(saturated))
-    if not count:
-        return pixels, False
-    sizes = np.bincount(regions.ravel())
-    sizes[0] = 0
-    mask = (sizes >= max(min_fraction * saturated.size, 1))[regions]
-    if not mask.any():
-        return pixels, False
-    if grow:
-        mask = binary_dilation(mask, iterations=grow)
-    return pixels.masked_fill(torch.from_numpy(mask), low), True

@@ -21,12 +21,12 @@ from monai.data import MetaTensor
 from monai.transforms import MapTransform
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from medfed.data.borders import mask_white_border
 from medfed.data.corruption import Corruption
 from medfed.data.decode import DecodeOptions, decode
 from medfed.data.pixels import (
     RESIZE_MODES,
     ct_windows,
-    mask_white_border,
     resize,
     resolve_windows,
     to_channels,
@@ -223,7 +223,7 @@ class ResizeImaged(_Imaged):
 
 
 class WhiteBorderd(_Imaged):
-    """Blackens the white corners of rotated OCT scans; see :func:`medfed.data.pixels.mask_white_border`.
+    """Blackens the white borders of rotated OCT scans; see :func:`medfed.data.borders.mask_white_border`.
 
     Args:
         keys: keys of the images.

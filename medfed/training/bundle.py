@@ -38,7 +38,7 @@ REQUIRED = (
 # What differs between machines and not between experiments.
 LOCAL_KEYS = ("bundle_root", "dataset_dir", "output_dir", "device")
 # Raised when decoding or preparation give other pixels for the same settings.
-PIPELINE_VERSION = 1
+PIPELINE_VERSION = 2
 _TASKS = ("multiclass", "multilabel")
 
 

@@ -11,7 +11,8 @@ from monai.transforms import Compose, DeleteItemsd
 from PIL import Image
 
 from medfed.data import corruption
-from medfed.data.pixels import mask_white_border, resize, resolve_windows, to_channels
+from medfed.data.borders import mask_white_border
+from medfed.data.pixels import resize, resolve_windows, to_channels
 from medfed.data.transforms import (
     Corruptd,
     CTWindowd,
