@@ -276,12 +276,14 @@ def _or_half(value: float, sign: float) -> float:
 
 
 def _similarity(run: Run, client: str) -> np.ndarray | None:
+    from safetensors import SafetensorError
+
     from medfed.federation.memory import client_folder, newest_memory
 
     folder = run.path / "clients" / client_folder(client)
     try:
         matrix = newest_memory(folder, names=("similarity",)).get("similarity")
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         run.problems.append(f"the memory of {client} cannot be read ({type(error).__name__})")
         return None
     if matrix is None:
