@@ -4,14 +4,14 @@ A store is a folder ``<cache>/store/<pipeline key>`` with ``images.bin`` (record
 and ``index.sqlite``.  A record belongs to a content digest, a frame and a variant: empty for the clean image,
 otherwise the key of a corruption.  Files that did not change are never read again, equal files share a
 record, and records are committed to the index after they are safely on disk, so that a killed build loses its
-last few images at most.
+last few images at most.  Each record that is used is compared with its checksum once: a flipped bit means that the
+image is made again.  A store that holds all that is wanted may be read-only.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from medfed.data.cohort import Cohort, Unusable
 from medfed.data.corruption import Corruption
 from medfed.data.store_build import Job, Pipeline, Work, auto_workers, make_all
+from medfed.data.store_check import StoreSize, check_meta, check_read_only, checksum, damaged, describe, incomplete
 from medfed.data.store_files import Wanted, file_digest, select
 from medfed.data.store_index import Index, Key
 from medfed.errors import DataError
@@ -69,16 +70,6 @@ class Built:
         return np.array([self.rows[s] for s in samples], dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class StoreSize:
-    """Size of one store on disk."""
-
-    key: str
-    images: int
-    nbytes: int
-    path: Path
-
-
 @dataclass
 class _Done:
     """What was done in one call."""
@@ -102,7 +93,9 @@ class ImageStore:
         self.folder, self.pipeline = folder, pipeline
         self.notes: list[str] = []
         self._bin = folder / "images.bin"
-        self._index = Index(folder / "index.sqlite")
+        self.read_only = folder.is_dir() and not os.access(folder, os.W_OK)
+        self._index = Index(folder / "index.sqlite", self.read_only)
+        self._sound: set[int] = set()  # rows whose checksum was compared
         self._lock = FileLock(folder / "lock")
         self._images: np.ndarray | None = None
 
@@ -111,7 +104,8 @@ class ImageStore:
         """Opens the store of a pipeline, and creates or repairs it where needed.
 
         Raises:
-            DataError: the folder cannot be written, or holds records of another shape under the same key.
+            DataError: the folder cannot be made, is read-only and not complete in itself, or holds records of another
+                shape under the same key.
         """
         folder = Path(cache) / "store" / _folder_name(pipeline.key)
         try:
@@ -121,13 +115,16 @@ class ImageStore:
                 f"The image store cannot be created: {error.strerror}.", where=str(folder), fix="Set another cache."
             ) from error
         store = cls(folder, pipeline)
+        if store.read_only:
+            check_read_only(folder, pipeline, store._index)
+            return store
         try:
             # Whoever holds the lock is building, and has repaired the store before: no need to wait.
             with store._locked(timeout=0 if store._index.path.exists() else -1):
-                store._check_meta()
+                check_meta(folder, pipeline)
                 store._repair()
         except Timeout:
-            store._check_meta()
+            check_meta(folder, pipeline)
         return store
 
     @property
@@ -171,19 +168,43 @@ class ImageStore:
             until the file changes.
 
         Raises:
-            DataError: unknown sample ids, or the disk is full.
+            DataError: unknown sample ids, the disk is full, or images are missing or damaged in a read-only store.
         """
         wanted = select(cohort, samples)
         wanted.identify(self._index)
-        done = _Done()
-        if wanted.stale or wanted.jobs(self._known(corruption)):
-            count = auto_workers(workers)
+        done, count = _Done(), auto_workers(workers)
+        if self.read_only:
+            self._images = None  # whoever can write to it may have added to it
+            wanted.digest(self._index, count, reading)
+            if missing := len(wanted.jobs(self._known(corruption))) + len(self._damaged(wanted, corruption, count)):
+                raise incomplete(self.folder, f"{missing} of the images wanted are not in it or damaged")
+        elif wanted.stale or wanted.jobs(self._known(corruption)) or self._damaged(wanted, corruption, count):
             with self._locked():
                 self._repair()
                 wanted.digest(self._index, count, reading)
+                self._images = None
+                if bad := self._damaged(wanted, corruption, count):
+                    self._index.retire(bad)
+                    self.notes.append(f"{len(bad)} damaged records in the image store: the images are made again")
                 self._build(wanted, corruption, count, progress, done)
             self._images = None
         return self._collect(wanted, corruption, done)
+
+    def _damaged(self, wanted: Wanted, corruption: Corruption | None, threads: int) -> list[int]:
+        """Rows of what is wanted whose bytes changed on disk; each row is read and compared once."""
+        bad: list[int] = []
+        keys = {key for _, _, key in wanted.keyed()}
+        for variant in {"", _variants(corruption)[-1]}:
+            known = self._index.checksums(variant)
+            rows = {row for key, (row, _) in self._index.images(variant).items() if key in keys} - self._sound
+            expected = {row: value for row in rows if (value := known.get(row)) is not None}
+            unknown = [row for row in rows - expected.keys() if row < len(self.images)]
+            if unknown and not self.read_only:  # written before there were checksums
+                self._index.remember_checksums({row: checksum(self.images[row]) for row in unknown})
+            wrong = damaged(self.images, expected, threads)
+            self._sound |= rows - set(wrong)
+            bad += wrong
+        return bad
 
     def _known(self, corruption: Corruption | None) -> set[Key]:
         """Keys that need no work: there is a record, or it is known that there cannot be one."""
@@ -229,7 +250,7 @@ class ImageStore:
         done: _Done,
     ) -> None:
         """Makes records, appends them to the file and commits them to the index, in this order."""
-        images: list[tuple[int, Key, str]] = []
+        images: list[tuple[int, Key, str, int]] = []
         failures: list[tuple[Key, str]] = []
         row = self._index.count()
         try:
@@ -239,7 +260,7 @@ class ImageStore:
                     if made.pixels:
                         file.write(made.pixels)
                         names = corrections.get(key, " ".join(made.corrections))
-                        images.append((row + len(images), key, names))
+                        images.append((row + len(images), key, names, checksum(made.pixels)))
                         done.made.add(key)
                     elif made.lasting:
                         failures.append((key, made.reason))
@@ -258,7 +279,7 @@ class ImageStore:
             raise self._disk_full(len(jobs) * self.pipeline.nbytes) from error
 
     def _commit(
-        self, file: IO[bytes], variant: str, images: list[tuple[int, Key, str]], failures: list[tuple[Key, str]]
+        self, file: IO[bytes], variant: str, images: list[tuple[int, Key, str, int]], failures: list[tuple[Key, str]]
     ) -> int:
         file.flush()
         os.fsync(file.fileno())
@@ -310,27 +331,6 @@ class ImageStore:
                 fix="Set another cache, or delete the folder: it is made again.",
             ) from error
 
-    def _check_meta(self) -> None:
-        """Compares the store with the pipeline; a new store gets its description."""
-        file = self.folder / "meta.json"
-        meta = {"key": self.pipeline.key, "shape": list(self.pipeline.shape), "dtype": self.pipeline.dtype}
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            temporary = file.with_suffix(f".{os.getpid()}")
-            temporary.write_text(json.dumps(meta), encoding="utf-8")
-            os.replace(temporary, file)
-            return
-        if not isinstance(found, dict):
-            found = {}
-        if found != meta:
-            raise DataError(
-                f"The image store holds {found.get('dtype')} records of shape {found.get('shape')}, but the pipeline "
-                f"of the same key makes {meta['dtype']} of {meta['shape']}.",
-                where=str(self.folder),
-                fix="Delete the folder; it is made again.",
-            )
-
     def _repair(self) -> None:
         """Makes file and index agree; only under the lock."""
         try:
@@ -365,20 +365,6 @@ class ImageStore:
 
 def _is_full(error: Exception) -> bool:
     return error.errno in FULL if isinstance(error, OSError) else "is full" in str(error)
-
-
-def describe(cache: Path | str) -> list[StoreSize]:
-    """The stores in a cache with their sizes, largest first."""
-    found = []
-    for meta in (Path(cache) / "store").glob("*/meta.json"):
-        index = Index(meta.with_name("index.sqlite"))
-        try:
-            key, images = json.loads(meta.read_text(encoding="utf-8"))["key"], index.count()
-        except (OSError, ValueError, KeyError, sqlite3.Error):
-            key, images = meta.parent.name, 0
-        nbytes = sum(f.stat().st_size for f in meta.parent.iterdir() if f.is_file())
-        found.append(StoreSize(key, images, nbytes, meta.parent))
-    return sorted(found, key=lambda s: (-s.nbytes, s.key))
 
 
 def _variants(corruption: Corruption | None) -> tuple[str, ...]:

@@ -6,18 +6,19 @@ Connections live for one operation only, so that none is carried into a forked p
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 Key = tuple[str, int]  # content digest, frame
 
+_RETIRED = "(damaged)"  # the variant of rows that are no longer used; nobody asks for it
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
-    path TEXT PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, digest TEXT NOT NULL) WITHOUT
-ROWID; CREATE TABLE IF NOT EXISTS images (
+    path TEXT PRIMARY KEY, size INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, digest TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS images (
     row INTEGER PRIMARY KEY, digest TEXT NOT NULL, frame INTEGER NOT NULL, variant TEXT NOT NULL,
-    corrections TEXT NOT NULL, UNIQUE (variant, digest, frame));
+    corrections TEXT NOT NULL, checksum INTEGER, UNIQUE (variant, digest, frame));
 CREATE TABLE IF NOT EXISTS failures (
     digest TEXT NOT NULL, frame INTEGER NOT NULL, variant TEXT NOT NULL, reason TEXT NOT NULL,
     PRIMARY KEY (variant, digest, frame)) WITHOUT ROWID;
@@ -29,10 +30,11 @@ class Index:
 
     Args:
         path: the database file; made by :meth:`create`.
+        read_only: remember nothing.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, read_only: bool = False):
+        self.path, self.read_only = path, read_only
 
     @contextmanager
     def _connect(self) -> Iterator[sqlite3.Connection]:
@@ -50,6 +52,9 @@ class Index:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
             connection.executescript(_SCHEMA)
+            columns = {row[1] for row in connection.execute("PRAGMA table_info(images)")}
+            if "checksum" not in columns:  # an index from before there were checksums
+                connection.execute("ALTER TABLE images ADD COLUMN checksum INTEGER")
 
     def remove(self) -> None:
         """Deletes the database with its journal."""
@@ -74,6 +79,8 @@ class Index:
 
     def remember_files(self, rows: Iterable[tuple[str, int, int, str]]) -> None:
         """Records path, size, time of change and digest."""
+        if self.read_only:
+            return
         with self._connect() as connection:
             connection.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", rows)
 
@@ -85,6 +92,27 @@ class Index:
             )
             return {(digest, frame): (row, corrections) for digest, frame, row, corrections in rows}
 
+    def checksums(self, variant: str) -> dict[int, int | None]:
+        """Checksum of each row of a variant; None where it was written before there were checksums."""
+        with self._connect() as connection:
+            return dict(connection.execute("SELECT row, checksum FROM images WHERE variant = ?", (variant,)))
+
+    def remember_checksums(self, checksums: Mapping[int, int]) -> None:
+        """Records the checksums of rows that have none."""
+        with self._connect() as connection:
+            connection.executemany(
+                "UPDATE images SET checksum = ? WHERE row = ? AND checksum IS NULL",
+                [(value, row) for row, value in checksums.items()],
+            )
+
+    def retire(self, rows: Iterable[int]) -> None:
+        """Takes rows out of use.  Their places stay taken: who has mapped the file may still read it."""
+        with self._connect() as connection:
+            connection.executemany(
+                "UPDATE images SET variant = ?, digest = '', frame = row WHERE row = ?",
+                [(_RETIRED, row) for row in rows],
+            )
+
     def failures(self, variant: str) -> dict[Key, str]:
         """The reason of each failure of a variant."""
         with self._connect() as connection:
@@ -94,14 +122,14 @@ class Index:
     def add(
         self,
         variant: str,
-        images: Iterable[tuple[int, Key, str]],
+        images: Iterable[tuple[int, Key, str, int]],
         failures: Iterable[tuple[Key, str]],
     ) -> None:
-        """Commits records (row, key, corrections) and failures (key, reason) of a variant at once."""
+        """Commits records (row, key, corrections, checksum) and failures (key, reason) of a variant at once."""
         with self._connect() as connection:
             connection.executemany(
-                "INSERT INTO images VALUES (?, ?, ?, ?, ?)",
-                [(row, digest, frame, variant, corrections) for row, (digest, frame), corrections in images],
+                "INSERT INTO images (row, digest, frame, variant, corrections, checksum) VALUES (?, ?, ?, ?, ?, ?)",
+                [(row, *key, variant, corrections, checksum) for row, key, corrections, checksum in images],
             )
             connection.executemany(
                 "INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?)",

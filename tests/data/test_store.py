@@ -517,4 +517,4 @@ def test_the_index_refuses_two_records_for_one_row(tmp_path, pipeline):
     store = ImageStore.open(tmp_path, pipeline)
     store.ensure(data)
     with pytest.raises(sqlite3.IntegrityError):
-        store._index.add("", [(0, ("other", 0), "")], [])
+        store._index.add("", [(0, ("other", 0), "", 0)], [])
