@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from medfed.federation.messages import State
 
 EPSILON = 1e-10
+_BLOCK = 1 << 16
 
 
 def by_samples(samples: Mapping[str, float]) -> dict[str, float]:
@@ -88,12 +89,14 @@ def distances(states: Mapping[str, State], clean: Collection[str]) -> dict[str, 
 
 
 def _between(one: State, other: State) -> float:
-    """Sum of the norms of the differences; only one difference is held at a time."""
-    return math.fsum(
-        float(torch.linalg.vector_norm(tensor - other[name], dtype=torch.float64))
-        for name, tensor in one.items()
-        if tensor.is_floating_point()
-    )
+    """Sum of the norms of the differences, in float64 and in blocks that stay in the processor's cache."""
+
+    def squares(name: str, tensor: torch.Tensor) -> Iterator[float]:
+        size = _BLOCK if tensor.device.type == "cpu" else max(tensor.numel(), 1)
+        for a, b in zip(tensor.reshape(-1).split(size), other[name].reshape(-1).split(size)):
+            yield float(torch.linalg.vector_norm(a - b, dtype=torch.float64)) ** 2
+
+    return math.fsum(math.sqrt(math.fsum(squares(n, t))) for n, t in one.items() if t.is_floating_point())
 
 
 def distance_aware(

@@ -87,7 +87,7 @@ def test_nothing_to_average_is_an_error():
 
 def test_against_numpy_on_random_models():
     generator = np.random.default_rng(0)
-    shapes = {"conv": (4, 3, 3, 3), "bias": (4,), "mean": ()}
+    shapes = {"conv": (4, 3, 3, 3), "bias": (4,), "mean": (), "large": (300, 301), "empty": (0,)}
     names = [f"c{i}" for i in range(6)]
     arrays = {c: {k: generator.normal(size=s) * (1 + i) for k, s in shapes.items()} for i, c in enumerate(names)}
     states = {c: {k: torch.from_numpy(np.asarray(a)) for k, a in s.items()} for c, s in arrays.items()}
@@ -100,3 +100,10 @@ def test_against_numpy_on_random_models():
     raw = {c: samples[c] * np.exp(-d[c] / max(d.values())) for c in names}
     assert distances(states, clean) == pytest.approx(d)
     assert distance_aware(states, samples, clean) == pytest.approx({c: w / sum(raw.values()) for c, w in raw.items()})
+
+
+def test_memory_format_does_not_matter():
+    one = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    last = {"a": {"w": one.to(memory_format=torch.channels_last)}, "b": {"w": other}}
+    assert distances(last, ["a"])["b"] == pytest.approx(float((one - other).double().norm()))
