@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from medfed.federation.method import Method, MethodSettings
+from medfed.federation.method import Method
 from medfed.methods.noise_aware import ramp_up
 from medfed.methods.oct_fedsir import TASKS, OctFedSIRSettings, program
 from medfed.methods.stage_one import StageOne
@@ -36,24 +36,6 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Ramp(MethodSettings):
-    """Rise of the teacher's weight, ``exp(-5 (1 - (clip(t, begin, end) - begin) / (end - begin))^2)``.
-
-    Args:
-        begin: round, counted from 0, up to which it stays at exp(-5).
-        end: round from which it is 1.
-    """
-
-    begin: int = Field(2, ge=0)
-    end: int = Field(49, ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Ramp:
-        if self.end <= self.begin:
-            raise ValueError("end must be after begin")
-        return self
-
-
 class PlainStageOne(StageOne):
     """As :class:`StageOne`, with plain cross-entropy."""
 
@@ -68,7 +50,8 @@ class FedSIRSettings(OctFedSIRSettings):
             augmented images, temperature 0.8 instead of 1, projectors weighted by spectral dominance, blocks of fewer
             than 100 samples ignored, and the largest client's own reference where the clean clients disagree). A
             setting that is given holds in both.
-        ramp: rise of the teacher's weight; None keeps it constant.
+        ramp_begin: round, counted from 0, up to which the teacher has exp(-5) of ``teacher_weight``.
+        ramp_end: round, counted from 0, from which it has all of it; at or before the begin there is no ramp.
     """
 
     form: Literal["published", "as_released"] = "published"
@@ -78,11 +61,12 @@ class FedSIRSettings(OctFedSIRSettings):
     absolute: bool = True
     min_samples: int = Field(20, ge=1)
     normalise: bool = True
-    coefficient: float | None = Field(0.2, ge=0, le=1)
+    teacher_weight: float | None = Field(0.2, ge=0, le=1)
     temperature: float = Field(1.0, gt=0)
     soften_student: bool = False
     distil_on: Literal["all", "disagree"] = "disagree"
-    ramp: Ramp | None = Ramp()
+    ramp_begin: int = Field(2, ge=0)
+    ramp_end: int = Field(49, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -91,10 +75,9 @@ class FedSIRSettings(OctFedSIRSettings):
             return given
         return {**FORMS.get(str(given.get("form", "published")), {}), **given}
 
-    def teacher_weight(self, clean: int, clients: int, round: int) -> float:
+    def weight_of_teacher(self, clean: int, clients: int, round: int) -> float:
         """As of OCT-FedSIR, times the ramp."""
-        rise = 1.0 if self.ramp is None else ramp_up(round, self.ramp.begin, self.ramp.end)
-        return super().teacher_weight(clean, clients, round) * rise
+        return super().weight_of_teacher(clean, clients, round) * ramp_up(round, self.ramp_begin, self.ramp_end)
 
 
 METHOD = Method(

@@ -44,7 +44,7 @@ class OctFedSIRSettings(Identification, Relabelling):
             paper has only a small epsilon in the log; 1 is FedSIR's released code, 0 means a frequency of 1e-12, with
             such classes left out of the divergence from the teacher.
         distillation: clients that are not clean follow the received model beside their targets (Eqs. 28 to 33).
-        coefficient: weight of the teacher, lambda; None is the share of clean clients (Eq. 34).
+        teacher_weight: weight of the teacher, lambda; None is the share of clean clients (Eq. 34).
         temperature: of the teacher, and of the student with ``soften_student``. Not in the paper; 0.8 is what runs in
             FedSIR's released code.
         soften_student: the student's logits are divided by the temperature too (Eq. 30).
@@ -58,7 +58,7 @@ class OctFedSIRSettings(Identification, Relabelling):
     logit_adjustment: bool = True
     least_count: int = Field(1, ge=0)
     distillation: bool = True
-    coefficient: float | None = Field(None, ge=0, le=1)
+    teacher_weight: float | None = Field(None, ge=0, le=1)
     temperature: float = Field(0.8, gt=0)
     soften_student: bool = True
     distil_on: Literal["all", "disagree"] = "all"
@@ -68,7 +68,7 @@ class OctFedSIRSettings(Identification, Relabelling):
         """How logits are adjusted, as plain values."""
         return {"logit_adjustment": self.logit_adjustment, "least_count": self.least_count}
 
-    def teacher_weight(self, clean: int, clients: int, round: int) -> float:
+    def weight_of_teacher(self, clean: int, clients: int, round: int) -> float:
         """Weight of the teacher in a round, counted from 1; 0 without a clean client (Eq. 34).
 
         Args:
@@ -78,7 +78,7 @@ class OctFedSIRSettings(Identification, Relabelling):
         """
         if not self.distillation or not clean:
             return 0.0
-        return clean / clients if self.coefficient is None else self.coefficient
+        return clean / clients if self.teacher_weight is None else self.teacher_weight
 
 
 def train(client: Client, message: Message) -> Message:
@@ -101,7 +101,7 @@ def program(server: Server, settings: OctFedSIRSettings) -> Iterator[RoundReport
 def one_round(server: Server, settings: OctFedSIRSettings, round: int) -> RoundReport:
     """Local training of all participants by their status, aggregation, and the clean reference model."""
     verdict = verdict_of(server)
-    weight = settings.teacher_weight(len(verdict.clean), len(server.clients), round)
+    weight = settings.weight_of_teacher(len(verdict.clean), len(server.clients), round)
     request = {
         "weight": weight,
         "temperature": settings.temperature,

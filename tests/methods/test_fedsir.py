@@ -20,13 +20,13 @@ PLAIN = {"name": "fedsir", "period": 1, "stage_one": {"epochs": 1}}
 def test_ramp_by_hand():
     """exp(-5 (1 - (t - 2) / 47)^2) times 0.2, with t = round - 1; constant before 2 and from 49 on."""
     _, s = resolve_method({"name": "fedsir"})
-    assert s.teacher_weight(3, 10, 1) == pytest.approx(0.2 * math.exp(-5))
-    assert s.teacher_weight(3, 10, 3) == pytest.approx(0.2 * math.exp(-5))
-    assert s.teacher_weight(3, 10, 4) == pytest.approx(0.2 * math.exp(-5 * (46 / 47) ** 2))
-    assert s.teacher_weight(3, 10, 50) == s.teacher_weight(3, 10, 100) == pytest.approx(0.2)
-    assert s.teacher_weight(0, 10, 50) == 0
-    assert resolve_method({"name": "fedsir", "ramp": None})[1].teacher_weight(3, 10, 1) == 0.2
-    assert resolve_method({"name": "fedsir", "coefficient": None})[1].teacher_weight(3, 10, 60) == 0.3
+    assert s.weight_of_teacher(3, 10, 1) == pytest.approx(0.2 * math.exp(-5))
+    assert s.weight_of_teacher(3, 10, 3) == pytest.approx(0.2 * math.exp(-5))
+    assert s.weight_of_teacher(3, 10, 4) == pytest.approx(0.2 * math.exp(-5 * (46 / 47) ** 2))
+    assert s.weight_of_teacher(3, 10, 50) == s.weight_of_teacher(3, 10, 100) == pytest.approx(0.2)
+    assert s.weight_of_teacher(0, 10, 50) == 0
+    assert resolve_method({"name": "fedsir", "ramp_end": 0})[1].weight_of_teacher(3, 10, 1) == 0.2
+    assert resolve_method({"name": "fedsir", "teacher_weight": None})[1].weight_of_teacher(3, 10, 60) == 0.3
 
 
 def test_forms():
@@ -41,7 +41,7 @@ def test_forms():
     assert resolve_method({"name": "fedsir", "form": "as_released", "min_reference": 5})[1].min_reference == 5
 
 
-@pytest.mark.parametrize("changes", [{"form": "other"}, {"form": None}, {"ramp": {"begin": 5, "end": 5}}, {"tau": 1}])
+@pytest.mark.parametrize("changes", [{"form": "other"}, {"form": None}, {"ramp_begin": -1}, {"tau": 1}])
 def test_what_is_wrong_is_refused(changes):
     with pytest.raises(ConfigError):
         resolve_method({"name": "fedsir", **changes})

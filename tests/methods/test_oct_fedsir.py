@@ -263,9 +263,9 @@ def test_a_switch_leaves_its_requests_out(world, tmp_path, changes, tasks):
     ("changes", "weight"),
     [
         ({}, 2 / 6),
-        ({"coefficient": 0.7}, 0.7),
+        ({"teacher_weight": 0.7}, 0.7),
         ({"distillation": False}, 0.0),
-        ({"distillation": False, "coefficient": 0.7}, 0.0),
+        ({"distillation": False, "teacher_weight": 0.7}, 0.0),
     ],
 )
 def test_weight_of_the_teacher(world, changes, weight):
@@ -328,7 +328,7 @@ def test_targets_can_be_changed_from_the_current_ones(world, tmp_path):
     [
         ({"period": 0}, "period"),
         ({"identification": "guess"}, "identification"),
-        ({"coefficient": 1.5}, "coefficient"),
+        ({"teacher_weight": 1.5}, "teacher_weight"),
         ({"temperature": 0}, "temperature"),
         ({"stage_one": {"epochs": 0}}, "epochs"),
         ({"stage_one": {"lr": 1}}, "lr"),

@@ -12,7 +12,7 @@ ROUNDS = 4
 METHODS = {
     "published": {"name": "oct_fedsir", "period": 2, "stage_one": {"epochs": 1}},
     "evidence": {"name": "oct_fedsir", "period": 2, "identification": "evidence", "stage_one": {"epochs": 1}},
-    "fedsir": {"name": "fedsir", "period": 2, "relabel_from": "current", "ramp": None, "stage_one": {"epochs": 1}},
+    "fedsir": {"name": "fedsir", "period": 2, "relabel_from": "current", "ramp_end": 0, "stage_one": {"epochs": 1}},
     "pruning": {"name": "pruning", "stage_one": {"epochs": 1}},
 }
 
