@@ -62,12 +62,15 @@ class Audit:
         """A few lines for the terminal."""
         samples = int(self.found.observed.sum())
         cut = f" (pictures of the first {self.pictures}; see --limit)" if self.pictures < self.shown else ""
+        contradicting = self.found.table["contradicting"]
+        by_number = [(n, int((contradicting == n).sum())) for n in range(len(self.found.criteria), 0, -1)]
         lines = (
             self.standing.sentence(),
-            f"{self.shown} of {samples} samples have a label worth a look; {self.found.changed} targets differ "
-            "from the label observed.",
+            f"{len(self.found)} of {samples} samples listed ("
+            + ", ".join(f"{count} contradicted by {n} criteri{'on' if n == 1 else 'a'}" for n, count in by_number)
+            + f"); {self.found.changed} training targets differ from the observed label.",
             "A person must look at each: the list corrects no diagnosis.",
-            f"List: {self.csv}",
+            f"List: {self.csv}{'' if self.shown == len(self.found) else f' ({self.shown} of them)'}",
             f"Page: {self.page}{cut}",
         )
         return "\n".join(lines)
@@ -235,7 +238,9 @@ def prepare_run(
     from medfed.experiment import prepare
 
     file = run / EXPERIMENT
-    prepared = prepare(validate(read_yaml(file), str(file)), say=say, progress=progress)
+    say(f"Reading the images of {run}")
+    # What preparing says of a simulation as a whole (which clients are noisy, how much) is not for one client.
+    prepared = prepare(validate(read_yaml(file), str(file)), progress=progress)
     if (prepared.data_hash, prepared.condition.hash) != (meta["data_hash"], meta["condition_hash"]):
         raise DataError(
             "images or labels are no longer those that the run was made with.",

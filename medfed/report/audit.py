@@ -9,10 +9,12 @@ speak, each on its own:
 - ``left_out``: the class predicted for a sample from the client's other samples (leave-one-out).
 
 A criterion *contradicts* an observed label where its margin is above 0.  The order of the list is, first to last:
-how many criteria contradict; the share of relabelling checkpoints at which both spectral criteria agreed on the
-proposed label; the strength, which is the mean over the criteria of a margin's mid-rank among all of the client's
-samples (0 to 1, so that criteria of different scale count alike); the sample id.  None of the three falls when a
-criterion speaks more strongly against the label.
+how many criteria contradict; the strength, which is the mean over the criteria of a margin's mid-rank among all of
+the client's samples (0 to 1, so that criteria of different scale count alike); the share of relabelling checkpoints
+at which both spectral criteria agreed on the proposed label; the sample id.  None of the three falls when a criterion
+speaks more strongly against the label.  Strength goes before agreement because agreement is made of two of the
+criteria again: on OCT with 40 % symmetric noise and frozen features the other order has fewer wrong labels among the
+first twenty (0.85 to 0.90 against 0.95 to 1.00 at three clients).
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ def work_list(
     )[listed]
     share = table["checkpoints_proposing"] / max(len(proposals), 1)
     table = table.assign(share=share).sort_values(
-        ["contradicting", "share", "strength", "sample"], ascending=[False, False, False, True], kind="stable"
+        ["contradicting", "strength", "share", "sample"], ascending=[False, False, False, True], kind="stable"
     )
     order = table.index.to_numpy()
     table = table.drop(columns="share").reset_index(drop=True)

@@ -154,6 +154,7 @@ def _row(row: dict[str, Any], named: list[tuple[str, str]], thumbnails: Mapping[
     return {
         **{k: v for k, v in row.items() if not k.startswith(SCORES)},
         "name": path.name if path else row["sample"],
+        "folder": str(path.parent) if path else "",
         "url": path.as_uri() if path and path.is_absolute() else "",
         "signals": signals,
         "picture": thumbnails.get(row["sample"], ""),

@@ -143,6 +143,19 @@ def test_leave_one_out_alone():
     assert found.table["checkpoints"].tolist() == [0, 0]
 
 
+def test_order_is_criteria_then_strength_then_checkpoints_then_sample():
+    margins = np.array([0.1, 0.9, 0.5, 0.5, 0.5, 0.2])
+    evidence = Evidence(
+        rounds=(1, 2),
+        proposals=np.array([[1, -1, -1, 1, -1, 1], [1, -1, -1, -1, -1, 1]]),
+        left_out=np.array([1, 1, 1, 1, 1, 0]),
+        left_out_margin=margins,
+    )
+    table = work_list(list("abdefg"), np.zeros(6, int), ("n", "p"), evidence).table
+    # g is contradicted by no criterion now; b is strongest; of the equal ones e has a checkpoint; then by id.
+    assert table["sample"].tolist() == ["b", "e", "d", "f", "a", "g"]
+
+
 @st.composite
 def cases(draw):
     n, size, m = draw(st.integers(2, 12)), draw(st.integers(2, 4)), draw(st.integers(0, 3))
@@ -187,7 +200,7 @@ def test_the_order_of_samples_does_not_matter_and_nothing_is_lost(case, seed):
         against = evidence.left_out_margin[i] > 0 and evidence.left_out[i] != observed[i]
         if against or evidence.targets[i] != observed[i]:
             assert names[i] in listed
-    order = list(zip(-first["contradicting"], -first["checkpoints_proposing"], -first["strength"], first["sample"]))
+    order = list(zip(-first["contradicting"], -first["strength"], -first["checkpoints_proposing"], first["sample"]))
     assert order == sorted(order)
 
 
