@@ -55,6 +55,19 @@ def test_decision_depends_neither_on_the_order_of_the_clients_nor_on_the_day():
     first = published(found)
     assert published(found) == first
     assert published(dict(reversed(found.items()))) == first
+    rng = np.random.default_rng(3)
+    mixed = {f"{k:02}": Descriptors(*rng.normal(size=3), 12) for k in range(16)}
+    turned = [published(dict(sorted(mixed.items(), key=lambda item: rng.random())), starts=1) for _ in range(4)]
+    assert all(t == published(mixed, starts=1) for t in turned)
+
+
+def test_a_narrow_band_is_standardised():
+    """Directions of non-negative features are nearly parallel: all differences are below the regularisation."""
+    found = {
+        c: Descriptors(1 - (1 - d.mean) / 1000, 1 - (1 - d.energy) / 1000, 1 - (1 - d.maximum) / 1000, 12)
+        for c, d in many(3, 7).items()
+    }
+    assert named(published(found))
 
 
 def test_clients_with_one_class_have_no_part_in_the_mixture():
@@ -66,6 +79,9 @@ def test_clients_with_one_class_have_no_part_in_the_mixture():
     assert verdict.noisy == before.noisy
     assert math.isnan(verdict.posterior["alone_0"])
     assert "alone_0, alone_1" in verdict.note
+    zeros = published({**found, "alone": Descriptors(0.0, 0.0, 0.0, 0)})
+    assert zeros.undetermined == ("alone",)
+    assert zeros.clean == before.clean
     broken = published({**found, "broken": Descriptors(NAN, 0.5, 0.5, 6)})
     assert broken.undetermined == ("broken",)
     assert broken.clean == before.clean
@@ -207,7 +223,7 @@ def test_most_frequent_noisy_set_wins_and_shares_are_told(monkeypatch):
     second = {0: [0, 0, 1], 1: [0, 1, 1], 2: [1, 1, 0], 3: [0, 0, 1]}
 
     def fit(points, seed):
-        means = np.array([[0.0, 0.1], [1.0, 0.0]])
+        means = np.array([[0.5, 0.0], [0.0, 1.0]])  # the sum decides, not the first class
         return means[::-1] if seed == 2 else means, np.eye(2)[second[seed]], True
 
     monkeypatch.setattr(identification, "_mixture", fit)

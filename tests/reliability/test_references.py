@@ -25,6 +25,7 @@ def projector(basis):
     ("values", "kappa", "want"),
     [
         ([10, 1], 10, 1),  # exactly 10/11
+        ([0.3, 0.3, 0.2], 3, 2),  # exactly the share, but for rounding
         ([10, 1.001], 10, 2),
         ([5, 5], 10, 2),
         ([8, 1, 1], 4, 1),

@@ -103,6 +103,7 @@ def test_size_of_the_features_does_not_matter(power):
         ([[-3.0, 0.0]], [-1.0, 0.0]),  # along the rows, though the sum of the entries is negative
         ([[3.0, -4.0], [3.0, -4.0]], [0.6, -0.8]),
         ([[1.0, 2.0], [-1.0, -2.0]], [1 / 5**0.5, 2 / 5**0.5]),  # mean zero: positive sum
+        ([[-0.8, 0.6, 0.6], [0.8, -0.6, -0.6]], [-0.8 / 1.36**0.5, 0.6 / 1.36**0.5, 0.6 / 1.36**0.5]),
         ([[-1.0, 1.0], [1.0, -1.0]], [0.5**0.5, -(0.5**0.5)]),  # sum zero too: first largest entry positive
     ],
 )
