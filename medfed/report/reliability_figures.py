@@ -50,9 +50,7 @@ def distributions(found: Identification) -> Figure | None:
         return None
     rows = math.ceil(len(shown) / 4)
     columns = math.ceil(len(shown) / rows)
-    figure = Figure(
-        figsize=(11 if columns > 2 else 2.75 * 2, 0.5 + rows * (0.75 + 0.55 * len(groups))), layout="constrained"
-    )
+    figure = Figure(figsize=(11, 0.5 + rows * (0.75 + 0.55 * len(groups))), layout="constrained")
     grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axes, name in itertools.zip_longest(grid.flat, shown):
         if name is None:
@@ -149,7 +147,7 @@ def relabelling(found: Sequence[Checkpoint]) -> Figure | None:
     """
     from matplotlib.figure import Figure
 
-    if not found:
+    if not any(math.isfinite(v) for c in found for v in c.pooled.values()):
         return None
     known = any(math.isfinite(c.pooled.get("residual_noise", math.nan)) for c in found)
     figure = Figure(figsize=(11, 3.2) if known else (5.4, 3.1), layout="constrained")

@@ -126,6 +126,13 @@ def test_without_truth_the_edit_rate_is_pooled_over_the_samples(make):
     np.testing.assert_allclose(lines["edit rate, pooled"].get_ydata(), [20])
 
 
+def test_a_relabelling_that_nobody_measured_is_no_figure(make):
+    found = checkpoints(load_run(make("run", [relabelled(1, {})])))
+    assert [(c.round, c.edited) for c in found] == [(1, 0)]
+    assert reliability_figures.relabelling(found) is None
+    assert relabelling_table(found)["pooled"] == [(1, 0, [])]
+
+
 def test_relabelling_curves_are_in_percent(tmp_path):
     run = load_run(judge(tmp_path / "run", rounds=8, every=4, clients=4, noisy=2))
     figure = reliability_figures.relabelling(checkpoints(run))
