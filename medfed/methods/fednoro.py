@@ -177,6 +177,8 @@ def identify(server: Server) -> Message:
         status=plain["status"],
         p_clean=plain["posterior"],
     )
+    if not verdict.clean:
+        report.warnings.append("no client is judged clean: models are averaged by sample counts")
     if verdict.note:
         report.warnings.append(f"identification: {verdict.note}")
     return Message(values={**plain, "identification": "class losses", "round": server.round})

@@ -256,6 +256,7 @@ def test_all_noisy_follow_the_teacher_with_weights_of_sample_counts(monkeypatch)
     sizes = {c: len(d) for c, d in data.items()}
     assert done.column("weight", 4) == pytest.approx({c: n / sum(sizes.values()) for c, n in sizes.items()})
     assert done.records[2]["server"]["clean_clients"] == 0
+    assert done.records[2]["warnings"] == ["no client is judged clean: models are averaged by sample counts"]
     theta = theta_of(done.models[2])
     taught = (0.8, 0.8, False, 0)
     models = {c: numpy_train(theta, d, c, 4, epochs=2, taught=taught) for c, d in data.items()}
