@@ -23,6 +23,7 @@ WINDOWS: dict[str, tuple[float, float]] = {
 
 _LUMINOSITY = (0.299, 0.587, 0.114)  # ITU-R BT.601
 RESIZE_MODES = ("bilinear", "area")
+FITS = ("squeeze", "pad", "crop")
 
 
 def resolve_windows(windows: Sequence[str | Sequence[float]]) -> tuple[tuple[float, float], ...]:
@@ -99,7 +100,7 @@ def to_channels(pixels: torch.Tensor, channels: int) -> tuple[torch.Tensor, str 
 
 
 def resize(
-    pixels: torch.Tensor, size: Sequence[int], mode: str = "bilinear", keep_aspect: bool = False, pad: float = 0.0
+    pixels: torch.Tensor, size: Sequence[int], mode: str = "bilinear", fit: str = "squeeze", pad: float = 0.0
 ) -> torch.Tensor:
     """Resizes a picture without aliasing.
 
@@ -108,15 +109,21 @@ def resize(
         size: height and width wanted.
         mode: ``"bilinear"``, a triangle filter as wide as the reduction (Pillow's ``BILINEAR``), or ``"area"``, the
             mean of the pixels that each new pixel covers.
-        keep_aspect: fit the picture inside and pad around it.
+        fit: what becomes of a picture of another shape: ``"squeeze"`` changes its aspect ratio, ``"pad"`` fits all of
+            it inside and pads around it, ``"crop"`` takes as much of its middle as has the shape wanted.
         pad: value of the padding.
 
     Returns:
         float ``[C, size[0], size[1]]``.
     """
     height, width = size
+    if fit == "crop":
+        scale = min(pixels.shape[1] / height, pixels.shape[2] / width)
+        rows, columns = max(round(height * scale), 1), max(round(width * scale), 1)
+        top, left = (pixels.shape[1] - rows) // 2, (pixels.shape[2] - columns) // 2
+        pixels = pixels[:, top : top + rows, left : left + columns]
     inner = (height, width)
-    if keep_aspect:
+    if fit == "pad":
         scale = min(height / pixels.shape[1], width / pixels.shape[2])
         inner = (max(round(pixels.shape[1] * scale), 1), max(round(pixels.shape[2] * scale), 1))
     if inner != tuple(pixels.shape[1:]):

@@ -25,6 +25,7 @@ from medfed.data.borders import mask_white_border
 from medfed.data.corruption import Corruption
 from medfed.data.decode import DecodeOptions, decode
 from medfed.data.pixels import (
+    FITS,
     RESIZE_MODES,
     ct_windows,
     resize,
@@ -193,7 +194,7 @@ class ResizeImaged(_Imaged):
         keys: keys of the images.
         size: [height, width].
         mode: ``"bilinear"`` or ``"area"``.
-        keep_aspect: fit the picture inside and pad around it.
+        fit: ``"squeeze"``, ``"pad"`` or ``"crop"``: what becomes of a picture of another aspect ratio.
         pad: value of the padding.
         allow_missing_keys: as in MONAI.
     """
@@ -203,22 +204,24 @@ class ResizeImaged(_Imaged):
         keys: KeysCollection,
         size: Sequence[int],
         mode: str = "bilinear",
-        keep_aspect: bool = False,
+        fit: Literal["squeeze", "pad", "crop"] = "squeeze",
         pad: float = 0.0,
         allow_missing_keys: bool = False,
     ):
         super().__init__(keys, allow_missing_keys)
         if mode not in RESIZE_MODES:
             raise ConfigError(f"unknown mode {mode!r}.", where="ResizeImaged", fix=nearest(str(mode), RESIZE_MODES))
+        if fit not in FITS:
+            raise ConfigError(f"unknown fit {fit!r}.", where="ResizeImaged", fix=nearest(str(fit), FITS))
         if isinstance(size, str) or len(size) != 2 or any(int(n) != n or n < 1 for n in size):
             raise ConfigError(f"size is {size!r}.", where="ResizeImaged", fix="Give [height, width].")
-        self.size, self.mode, self.keep_aspect, self.pad = (int(size[0]), int(size[1])), mode, keep_aspect, pad
+        self.size, self.mode, self.fit, self.pad = (int(size[0]), int(size[1])), mode, fit, pad
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Resizes each key."""
         d = dict(data)
         for key in self.key_iterator(d):
-            d[key] = resize(d[key], self.size, self.mode, self.keep_aspect, self.pad)
+            d[key] = resize(d[key], self.size, self.mode, self.fit, self.pad)
         return d
 
 

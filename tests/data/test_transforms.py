@@ -131,14 +131,23 @@ def test_resize_by_area_takes_means():
 
 
 def test_resize_can_keep_the_aspect():
-    d = ResizeImaged("image", [10, 10], keep_aspect=True)(image(torch.ones(1, 20, 40)))
+    d = ResizeImaged("image", [10, 10], fit="pad")(image(torch.ones(1, 20, 40)))
     np.testing.assert_allclose(d["image"][0, :, 0], [0, 0, *[1] * 5, 0, 0, 0], atol=1e-6)
     assert d["image"].shape == (1, 10, 10)
     same = torch.rand(1, 4, 5)
     assert resize(same, (4, 5)) is same
 
 
-@pytest.mark.parametrize("bad", [{"size": [0, 4]}, {"size": [4]}, {"size": "44"}, {"size": [4, 4], "mode": "bilinaer"}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"size": [0, 4]},
+        {"size": [4]},
+        {"size": "44"},
+        {"size": [4, 4], "mode": "bilinaer"},
+        {"size": [4, 4], "fit": "padd"},
+    ],
+)
 def test_no_resize(bad):
     with pytest.raises(ConfigError):
         ResizeImaged("image", **bad)
