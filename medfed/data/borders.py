@@ -67,7 +67,7 @@ def _regions(unit: np.ndarray, min_fraction: float) -> np.ndarray:
 def _thick(mask: np.ndarray) -> np.ndarray:
     """A mask without what is thinner than the page: opened by a square, as if the page went on beyond the picture.
 
-    What JPEG frayed is put back: pixels of the mask no further from the rest than half the square.
+    What JPEG frayed is put back: pixels of the mask no further from the rest than the square is wide.
     """
     from scipy.ndimage import maximum_filter, minimum_filter
 
@@ -76,7 +76,7 @@ def _thick(mask: np.ndarray) -> np.ndarray:
     size = 2 * max(1, round(_LAYER * min(mask.shape))) + 1
     page = np.pad(mask, size, constant_values=True).view(np.uint8)
     opened = maximum_filter(minimum_filter(page, size), size)[size:-size, size:-size]
-    return mask & maximum_filter(opened, size).astype(bool)
+    return mask & maximum_filter(opened, 2 * size + 1).astype(bool)
 
 
 def _slivers(unit: np.ndarray, grow: int) -> np.ndarray:
