@@ -185,9 +185,8 @@ def test_evidence_asks_clean_clients_alone_to_train_before_the_rounds(world, tmp
     assert same_state(seen[1][2].mean["model"], other[1][2].mean["model"])
     assert seen[1][2].clients == CLEAN
     first = seen[0][2]
-    assert all(r.message.nbytes() < 2000 for r in first)
-    assert {"separability"} <= set(first.replies[0].values)
-    assert "descriptor_mean" not in first.replies[0].values
+    assert not any("model" in r.message.groups() for r in first)
+    assert not any("descriptor_mean" in r.values for r in first)
     assert "audit_loo_margin" in memories(done, tmp_path)["c3"]
 
 

@@ -14,6 +14,7 @@ from tiny_federation import distance
 from medfed.federation.messages import Message
 from medfed.methods import stage_one
 from medfed.methods.registry import resolve_method
+from medfed.reliability.identification import Verdict
 
 PLAIN = {"name": "oct_fedsir", "period": 1, "stage_one": {"epochs": 1}}
 METHODS = [{**PLAIN}, {**PLAIN, "identification": "evidence"}, {**PLAIN, "name": "fedsir"}]
@@ -36,7 +37,7 @@ def everywhere(records):
     return [w for r in records for w in r["warnings"]]
 
 
-@pytest.mark.parametrize("section", METHODS, ids=lambda s: s.get("identification", s["name"]))
+@pytest.mark.parametrize("section", [METHODS[0], METHODS[2]], ids=lambda s: s["name"])
 def test_client_with_one_class_is_undetermined_and_disturbs_nobody(section, tmp_path):
     counts = {f"c{k}": (12, 12, 12) for k in range(6)} | {"c6": (0, 14, 0)}
     world = planted(counts, noisy=NOISY)
@@ -56,6 +57,12 @@ def test_client_with_one_class_is_undetermined_and_disturbs_nobody(section, tmp_
     again.run()
     assert (memories(again, tmp_path / "b")["c6"]["labels"].numpy() == world.true["c6"]).all()
     assert json.dumps(done.records)
+
+
+def test_evidence_accuses_no_client_with_one_class():
+    counts = {f"c{k}": (12, 12, 12) for k in range(6)} | {"c6": (0, 14, 0)}
+    done, _ = run(METHODS[1], planted(counts, noisy=NOISY).data, rounds=1)
+    assert done.run().column("status", 1)["c6"] in ("clean", "undetermined")
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -180,31 +187,34 @@ def test_client_that_was_silent_is_judged_at_the_next_checkpoint(identification,
         ]
 
 
-def test_verdict_that_is_revised_gives_the_client_its_labels_back(tmp_path):
-    """A client looks noisy at first and clean later on: its targets are the observed labels again."""
-    world = planted()
-    calls = []
+@pytest.mark.parametrize("later", ["clean", "undetermined"])
+def test_verdict_that_is_revised_gives_the_client_its_labels_back(later, tmp_path, monkeypatch):
+    """A client is judged noisy at first and otherwise at the second checkpoint: its targets are as observed again."""
+    from medfed.reliability import verdicts
 
-    def mistaken(client, message):
-        reply = stage_one.identify(client, message)
-        return Message(reply.tensors, {**reply.values, "separability": 0.4}) if client.name == "c1" else reply
+    world, calls = planted(), []
 
-    def review(client, message):
-        reply = stage_one.review(client, message)
-        if client.name == "c1" and client.round == 2:
-            calls.append(client.round)
-            return Message(reply.tensors, {**reply.values, "separability": 0.4})
-        return reply
+    def judge(evidence, previous, seed):
+        calls.append(dict(previous or {}))
+        status = {c: "noisy" if c in NOISY else "clean" for c in evidence}
+        status["c1"] = "noisy" if len(calls) < 3 else later
+        return Verdict(status, dict.fromkeys(status, 0.5)), {"calls": len(calls)}
 
+    monkeypatch.setattr(verdicts, "judge", judge)
     section = {**PLAIN, "identification": "evidence"}
-    done, _ = run(section, world.data, {"identify": mistaken, "review": review}, folder=tmp_path, rounds=2)
-    done.run()
-    assert done.column("status", 2)["c1"] == "noisy"
-    assert "labels" in memories(done, tmp_path)["c1"]
-    done, _ = run(section, world.data, {"identify": mistaken, "review": review}, folder=tmp_path, rounds=4)
-    done.run()
-    assert done.server.notes["verdict"].values["status"]["c1"] == "clean"
-    assert "labels" not in memories(done, tmp_path)["c1"]
+    kept = {}
+    for rounds in (2, 3):
+        done, _ = run(section, world.data, folder=tmp_path, rounds=rounds)
+        done.run()
+        kept[rounds] = memories(done, tmp_path)["c1"]
+    # The run that went on after two rounds: identification and first checkpoint, then the second one.
+    assert calls == [{}, {"calls": 1}, {"calls": 2}]
+    assert done.records[-1]["clients"]["c1"]["status"] == later
+    assert done.server.notes["verdict"].values["status"]["c1"] == later
+    assert "labels" in kept[2]
+    assert "labels" not in kept[3]
+    # A client that is not clean any more has no share in the reference; one that has become clean has.
+    assert set(done.server.notes["reference"].values["samples"]) == ({"c0", "c1"} if later == "clean" else {"c0"})
 
 
 def test_clean_client_that_is_absent_keeps_its_share_in_the_reference():
