@@ -27,6 +27,8 @@ VARIANTS = {
     "salt": {"name": "fedavg", "salt": SMALL},
     "fedism": {"name": "fedism", "salt": SMALL},
     "fedism-late": {"name": "fedism", "salt": SMALL, "saga_from": 11},
+    "saga-loss": {"name": "fedism", "salt": False, "measure": SMALL, "follow": "perturbed_loss"},
+    "fedism-loss": {"name": "fedism", "salt": SMALL, "follow": "perturbed_loss"},
     "salt-0.001": {"name": "fedavg", "salt": {"rho": 0.001}},
     "salt-0.02": {"name": "fedavg", "salt": {"rho": 0.02}},
     "salt-warm": {"name": "fedavg", "salt": {"rho": 0.05, "warmup": 10}},

@@ -16,6 +16,7 @@ FedISM+ (``name: fedism_plus``, arXiv 2503.09587) lets the radius grow as ((t+1)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -25,6 +26,8 @@ from medfed.federation.messages import Message
 from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
 from medfed.methods.local_training import LocalTraining, Salt, train
+
+NUMBERS = ("samples", "sharpness", "received_loss")
 
 
 class FedISMSettings(LocalTraining):
@@ -40,6 +43,8 @@ class FedISMSettings(LocalTraining):
         beta: share of the new weight in the moving average over rounds (0.5; 1 switches it off).
         saga_from: first round in which weights follow sharpness (1 in the paper); before it they follow sample counts.
             A client that is not fitted yet lies on a flat stretch of its loss and would count as served well.
+        follow: what weights follow: ``sharpness`` (the paper's), or ``perturbed_loss`` (medfed's own), the loss within
+            the radius, F_k + S_k: large where a client is on a sharp stretch and also where it is not fitted yet.
     """
 
     salt: Salt | None = Salt()
@@ -48,6 +53,7 @@ class FedISMSettings(LocalTraining):
     q: float = Field(2.0, ge=0)
     beta: float = Field(0.5, gt=0, le=1)
     saga_from: int = Field(1, ge=1)
+    follow: Literal["sharpness", "perturbed_loss"] = "sharpness"
 
     @model_validator(mode="after")
     def _something(self) -> FedISMSettings:
@@ -106,14 +112,17 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
     for round in server.rounds():
         model = server.model
         probe = settings.probe.ball(round, server.num_rounds)
-        measured = server.ask("sharpness", Message.of(probe, model=model), numbers=("samples", "sharpness"))
+        measured = server.ask("sharpness", Message.of(probe, model=model), numbers=NUMBERS)
         if not measured:
             yield server.report(measured)
             continue
         by_sharp = settings.saga and round >= settings.saga_from
         if by_sharp:
             kept = server.notes["weights"].values if "weights" in server.notes else None
-            weights = moving_average(by_sharpness(measured.value("sharpness"), settings.q), kept, settings.beta)
+            needs = measured.value("sharpness")
+            if settings.follow == "perturbed_loss":
+                needs = {client: s + measured.value("received_loss")[client] for client, s in needs.items()}
+            weights = moving_average(by_sharpness(needs, settings.q), kept, settings.beta)
         else:
             weights = by_samples(measured.value("samples"))
         request = Message.of(settings.request(round, server.num_rounds), model=model)

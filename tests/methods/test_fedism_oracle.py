@@ -49,15 +49,16 @@ class LinearSoftmax:
         return -log_p[np.arange(len(y)), y].mean(), residual.T @ x1 / len(y)
 
 
-def numpy_round(theta, data, round, *, kept, q, beta, rho, alpha, saga, epochs, la):
+def numpy_round(theta, data, round, *, kept, q, beta, rho, alpha, saga, epochs, la, follow="sharpness"):
     """One round of FedISM; returns the new weights, sharpness and aggregation weights by client."""
     plain = np.zeros(3)
-    sharpness, models = {}, {}
+    sharpness, losses, models = {}, {}, {}
     for name in CLIENTS:
         x, y = pixels(data[name]), data[name].labels.numpy()
         loss, gradient = LinearSoftmax.loss_and_gradient(theta, x, y, plain)
         moved = theta + rho * gradient / (np.linalg.norm(gradient) + TINY)
         sharpness[name] = max(LinearSoftmax.loss_and_gradient(moved, x, y, plain)[0] - loss, 1e-10)
+        losses[name] = loss
 
         counts = np.bincount(y, minlength=3)
         offsets = np.log(np.maximum(counts / counts.sum(), 1e-12)) if la else plain
@@ -75,8 +76,9 @@ def numpy_round(theta, data, round, *, kept, q, beta, rho, alpha, saga, epochs, 
             local = local - LR * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
         models[name] = local
 
-    total = sum(sharpness.values())
-    powers = {c: (s / total + 1e-10) ** q for c, s in sharpness.items()}
+    needs = {c: s + (losses[c] if follow == "perturbed_loss" else 0.0) for c, s in sharpness.items()}
+    total = sum(needs.values())
+    powers = {c: (s / total + 1e-10) ** q for c, s in needs.items()}
     weights = {c: p / sum(powers.values()) for c, p in powers.items()}
     if not saga:
         weights = {c: len(data[c]) / sum(map(len, data.values())) for c in CLIENTS}
@@ -103,6 +105,7 @@ CASES = {
     "plain loss": {"la": False},
     "sharpness from round 2": {"saga_from": 2},
     "sharpness after the end": {"saga_from": 4},
+    "perturbed loss": {"follow": "perturbed_loss"},
 }
 
 
@@ -110,6 +113,7 @@ CASES = {
 def test_three_rounds_are_those_of_the_equations(case):
     wanted = {"q": 2.0, "beta": 0.5, "rho": 0.05, "alpha": 0.1, "saga": True, "epochs": 1, "la": True, **CASES[case]}
     start = wanted.pop("saga_from", 1)
+    wanted.setdefault("follow", "sharpness")
     section = {
         "name": "fedism",
         "salt": None if wanted["alpha"] is None else {"rho": wanted["rho"], "alpha": wanted["alpha"]},
@@ -117,6 +121,7 @@ def test_three_rounds_are_those_of_the_equations(case):
         "local_epochs": wanted["epochs"],
         "logit_adjustment": wanted["la"],
         "saga_from": start,
+        "follow": wanted["follow"],
     }
     data = three_clients()
     ours = Federation(section, data).run()
