@@ -71,22 +71,26 @@ class EngineSection(Section):
     """Where the federation runs.
 
     Args:
-        kind: ``local``: in this process or in worker processes of this machine.
-        workers: clients trained side by side; ``auto`` decides by the machine and the cost of a client.
+        kind: ``local``: in this process or in worker processes of this machine; ``nvflare``: over NVFlare, in its
+            simulator with ``medfed run``, between hospitals with ``medfed nvflare``.
+        workers: clients trained side by side; ``auto`` decides by the machine and the cost of a client (``nvflare``:
+            one process for each client).
         threads: intra-op threads a worker; ``auto`` shares the cores out.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         amp: automatic mixed precision (float16 on CUDA, bfloat16 on a CPU).
         channels_last: memory format of the network; much faster for depthwise networks on some CPUs.
         compile: ``torch.compile`` of the network.
+        max_message_mb: with ``nvflare``: largest message that server and sites accept, in MB.
     """
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "nvflare"] = "local"
     workers: int | Literal["auto"] = "auto"
     threads: int | Literal["auto"] = "auto"
     device: str = "auto"
     amp: bool = False
     channels_last: bool = False
     compile: bool = False
+    max_message_mb: float = Field(2048, gt=0)
 
     @field_validator("workers", "threads")
     @classmethod

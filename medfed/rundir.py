@@ -53,6 +53,20 @@ class RunFolder:
         raise ConfigError("a hundred runs of that name started within a second.", where=str(root))
 
     @classmethod
+    def at(cls, path: Path, experiment: str) -> RunFolder:
+        """Makes a given folder a run's, with the resolved experiment in it; it is no run before its ``run.json``.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / EXPERIMENT).write_text(experiment, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot be made ({error.strerror}).", where=str(path)) from None
+        return cls(path)
+
+    @classmethod
     def open(cls, path: Path) -> RunFolder:
         """A folder that holds a run.
 

@@ -145,16 +145,25 @@ def check_unchanged(prepared: Prepared, meta: dict[str, Any], path: Path) -> Non
             )
 
 
-def new_folder(prepared: Prepared) -> RunFolder:
-    """Makes the run's folder and writes down everything that is known before the first round."""
+def new_folder(prepared: Prepared, *, path: Path | None = None, uid: str | None = None) -> RunFolder:
+    """Makes the run's folder and writes down everything that is known before the first round.
+
+    Args:
+        prepared: all that the run needs.
+        path: the folder; by default a new one below the experiment's output.
+        uid: the run's name that is unique everywhere; made anew by default.
+    """
     experiment = prepared.experiment
     name = f"{experiment.name}-{prepared.method.name}-s{experiment.seed}"
-    folder = RunFolder.create(experiment.output, name, experiment.dump())
+    if path is None:
+        folder = RunFolder.create(experiment.output, name, experiment.dump())
+    else:
+        folder = RunFolder.at(path, experiment.dump())
     prepared.condition.save(folder.path / "condition")
     write_findings(prepared.findings, folder.path / "findings")
     plan = plan_workers(prepared)
     folder.write_meta(
-        uid=new_uid(),
+        uid=uid or new_uid(),
         name=experiment.name,
         method=prepared.method.name,
         method_settings=prepared.settings.model_dump(mode="json"),
@@ -193,6 +202,8 @@ def plan_workers(prepared: Prepared) -> tuple[str, int, int]:
     asked = max(1, round_half_up(min(part.fraction, 1.0) * clients))
     if engine.workers != "auto":
         workers = min(engine.workers, clients)
+    elif engine.kind == "nvflare":
+        workers = clients  # NVFlare ends and starts a site's process at every turn where not all have one
     elif device != "cpu":
         workers = 1
     else:
@@ -210,21 +221,48 @@ def execute(
     say: Say = lambda _: None,
     listeners: Sequence[Listener] = (),
 ) -> None:
-    """Runs the rounds that remain and finishes the run: final model, report, tracking.
+    """Runs the rounds that remain on the experiment's engine and finishes the run; see :func:`federate`."""
+    device, workers, threads = (folder.meta()["hardware"][k] for k in ("device", "workers", "threads"))
+    if prepared.experiment.engine.kind == "nvflare":
+        from medfed.engines.nvflare.simulation import simulate
+
+        simulate(prepared, folder, workers, say=say, listeners=listeners)
+        return
+    engine, trainer = make_engine(prepared, folder, device, workers, threads)
+    federate(prepared, folder, engine, trainer, state=state, say=say, listeners=listeners)
+
+
+def federate(
+    prepared: Prepared,
+    folder: RunFolder,
+    engine: Engine,
+    trainer: LocalTrainer,
+    *,
+    state: ServerState | None = None,
+    say: Say = lambda _: None,
+    listeners: Sequence[Listener] = (),
+) -> None:
+    """The server's side of a run on any engine: the rounds that remain, final model, report, tracking.
 
     An interrupt or a failure leaves the last checkpoint, says how the run stands, and is raised again.
+
+    Args:
+        prepared: all that the server needs.
+        folder: the run's folder.
+        engine: moves the messages; closed at the end.
+        trainer: the trainer with which this process evaluates.
+        state: where the run stands; at its beginning by default.
+        say: told in one line what is going on.
+        listeners: told of every finished round.
     """
     from medfed.tracking.mlflow_sink import MLflowTracker
 
     experiment = prepared.experiment
-    meta = folder.meta()
-    device, workers, threads = (meta["hardware"][k] for k in ("device", "workers", "threads"))
     state = state or ServerState(prepared.initial_model())
     log = RecordLog(folder.records)
     log.truncate_after(state.round)
     predictions = PredictionFiles(folder.path / "predictions", keep_last=experiment.evaluation.keep_predictions)
     predictions.truncate_after(state.round)
-    engine, trainer = make_engine(prepared, folder, device, workers, threads)
     part = experiment.participation
     server = Server(
         engine,

@@ -100,7 +100,7 @@ def write_tensors(path: Path, tensors: State, header: dict[str, Any], keep: Path
     new = path.with_suffix(".writing")
     packed = {k: t.detach().cpu().contiguous() for k, t in tensors.items()}
     try:
-        save_file(_unshared(packed), new, metadata={"medfed": json.dumps(header, allow_nan=False)})
+        save_file(unshared(packed), new, metadata={"medfed": json.dumps(header, allow_nan=False)})
         with open(new, "rb+") as handle:
             os.fsync(handle.fileno())
         if keep is not None and path.exists():
@@ -137,7 +137,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _unshared(tensors: State) -> State:
+def unshared(tensors: State) -> State:
     # safetensors refuses tensors that share memory; views of one buffer are cloned.
     seen: set[int] = set()
     out: State = {}

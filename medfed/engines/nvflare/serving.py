@@ -1,0 +1,63 @@
+"""medfed's server inside a job: opens the run, or goes on with it, and runs its rounds. Knows nothing of NVFlare."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from medfed.config import validate
+from medfed.engines.nvflare.engine import NVFlareEngine, Post
+from medfed.engines.nvflare.plan import ServerPlan
+from medfed.engines.planning import available_cores
+from medfed.errors import FederationError
+from medfed.experiment import Prepared, Say, prepare
+from medfed.federation.state import load_state
+from medfed.ledger import LEDGER, Ledger
+from medfed.rundir import META, RunFolder
+from medfed.running import check_unchanged, federate, new_folder
+
+
+def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Callable[[NVFlareEngine], object]) -> None:
+    """Runs what remains of a run.
+
+    Args:
+        plan: the server's plan.
+        post: sends to sites.
+        workspace: the server's NVFlare workspace, below which a run without a folder gets one.
+        say: told in one line what is going on.
+        opened: told the engine, which then wants to hear of late answers.
+
+    Raises:
+        MedfedError: anything that is wrong with the input, or a federation that cannot go on.
+    """
+    experiment = validate(plan.experiment, "the job")
+    prepared = prepare(experiment, say=say)
+    missing = sorted(set(prepared.condition.clients) - set(plan.sites.values()))
+    if missing:
+        raise FederationError(
+            f"no site stands for {', '.join(missing)}: the server's data are not those of the export.",
+            fix="Export the job anew.",
+        )
+    simulated = plan.folder is not None
+    folder = open_run(prepared, Path(plan.folder) if plan.folder else workspace / "medfed" / plan.run, plan.run)
+    # In a simulation the process that started it keeps others away from the run.
+    with contextlib.nullcontext() if simulated else folder.held():
+        check_unchanged(prepared, folder.meta(), folder.path)
+        state = load_state(folder.checkpoint)
+        if state is not None and state.round >= experiment.rounds and folder.meta()["status"] == "completed":
+            say(f"All {experiment.rounds} rounds are done.")
+            return
+        say(f"Run {folder.path}, after round {state.round if state else 0} of {experiment.rounds}")
+        ledger = Ledger(folder.path / LEDGER)
+        engine = NVFlareEngine(plan.by_client(), post, run=plan.run, limit=plan.limit, ledger=ledger)
+        opened(engine)
+        trainer = prepared.trainer(folder.meta()["hardware"]["device"], available_cores())
+        federate(prepared, folder, engine, trainer, state=state, say=say)
+
+
+def open_run(prepared: Prepared, path: Path, uid: str) -> RunFolder:
+    """The run's folder, made where it is not there yet."""
+    if (path / META).is_file():
+        return RunFolder.open(path)
+    return new_folder(prepared, path=path, uid=uid)
