@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +50,18 @@ class Shards:
     Args:
         images: the records of the store, ``[M, C, h, w]``.
         parts: rows ``[N]`` and observed labels by client.
+        groups: numbers ``[N]`` by client, equal for samples of one patient there.
     """
 
     images: np.ndarray
     parts: dict[str, tuple[np.ndarray, torch.Tensor]]
+    groups: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __call__(self, client: str) -> ArrayDataset:
         """A client's images, as that client would have them, with the labels observed there."""
         from medfed.data.arrays import ArrayDataset
 
-        return ArrayDataset(self.images, *self.parts[client])
+        return ArrayDataset(self.images, *self.parts[client], self.groups.get(client))
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Prepared:
         clean_rows: row of each test sample as it is.
         corrupted_rows: row of each test sample corrupted; empty without corruption.
         files: path and frame of each training sample; for a client's own eyes.
+        patients: patient of each training sample; for a client's own eyes.
         findings: what was left out or corrected on the way.
         cohort_name: name of the data set.
         data_hash: sha256 over samples, contents and labels.
@@ -93,6 +96,7 @@ class Prepared:
     clean_rows: dict[str, int]
     corrupted_rows: dict[str, int]
     files: dict[str, tuple[str, int]]
+    patients: dict[str, str]
     findings: Findings
     cohort_name: str
     data_hash: str
@@ -105,11 +109,14 @@ class Prepared:
 
     def shards(self) -> Shards:
         """What each client holds, apart from any truth."""
-        parts = {}
+        parts, groups = {}, {}
         for name in self.condition.clients:
             view = self.condition.view(name)
             parts[name] = (np.asarray([self.rows[s] for s in view.samples], np.int64), self._tensor(view.labels))
-        return Shards(self.store.images, parts)
+            numbers: dict[str, int] = {}
+            patients = [self.patients[s] for s in view.samples]
+            groups[name] = np.asarray([numbers.setdefault(p, len(numbers)) for p in patients], np.int64)
+        return Shards(self.store.images, parts, groups)
 
     def _dataset(self, rows: list[int], labels: np.ndarray) -> ArrayDataset:
         from medfed.data.arrays import ArrayDataset
@@ -144,11 +151,9 @@ class Prepared:
     @cached_property
     def initial_model_hash(self) -> str:
         """sha256 over names, types, shapes and values of the initial model."""
-        total = hashlib.sha256()
-        for name, tensor in sorted(self.initial_model().items()):
-            total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-            total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
+        from medfed.training.weights import state_hash
+
+        return state_hash(self.initial_model())
 
     def trainer(self, device: str, threads: int | None = None) -> LocalTrainer:
         """A trainer with its resident network, for this process."""
@@ -236,6 +241,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         clean_rows={s: built.rows[s] for s in condition.truth.test_samples},
         corrupted_rows=corrupted_rows,
         files=dict(zip(train.table["sample"], zip(train.table["path"], train.table["frame"].tolist()))),
+        patients=dict(zip(train.table["sample"], train.table["patient"])),
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),

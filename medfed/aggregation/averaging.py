@@ -113,3 +113,25 @@ def _mean_of(tensors: list[torch.Tensor], shares: list[float]) -> torch.Tensor:
         for term, share in zip(terms[1:], shares[1:]):
             part.add_(term, alpha=share)
     return result.to(tensors[0].dtype)
+
+
+@torch.no_grad()
+def toward(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], share: float) -> State:
+    """A share of the way from one state dict to another: ``start + share (end - start)``.
+
+    Args:
+        start: where to begin.
+        end: a state dict of the same form.
+        share: 0 is the start and 1 the end, bit by bit. Between them BatchNorm's variances stay positive.
+
+    Returns:
+        A new state dict; integer and boolean tensors are those of the end.
+    """
+    moved: State = {}
+    for name, tensor in end.items():
+        if not tensor.is_floating_point() or share == 1:
+            moved[name] = tensor.detach().clone()
+            continue
+        wide = _ACCUMULATE.get(tensor.dtype, tensor.dtype)
+        moved[name] = torch.lerp(start[name].to(wide), tensor.to(wide), share).to(tensor.dtype)
+    return moved

@@ -44,18 +44,28 @@ class ArrayDataset:
         images: the records that all clients share, ``[M, C, h, w]``: uint8, or floats in 0..1.
         rows: the record of each of the client's samples, ``[N]``.
         labels: their labels, int64 ``[N]`` or float32 ``[N, C]``.
+        groups: a number for each sample, ``[N]``, equal for samples of one patient; None where that is not known.
 
     Raises:
         ValueError: the lengths differ.
         IndexError: a row outside the records.
     """
 
-    def __init__(self, images: np.ndarray, rows: np.ndarray, labels: torch.Tensor | np.ndarray):
+    def __init__(
+        self,
+        images: np.ndarray,
+        rows: np.ndarray,
+        labels: torch.Tensor | np.ndarray,
+        groups: np.ndarray | None = None,
+    ):
         self.images = images
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         self.labels = torch.as_tensor(labels)
         if len(self.rows) != len(self.labels):
             raise ValueError(f"{len(self.rows)} rows but {len(self.labels)} labels")
+        self.groups = None if groups is None else np.asarray(groups, dtype=np.int64)
+        if self.groups is not None and len(self.groups) != len(self.rows):
+            raise ValueError(f"{len(self.rows)} rows but {len(self.groups)} groups")
         if len(self.rows) and not 0 <= self.rows.min() <= self.rows.max() < len(images):
             raise IndexError(f"rows {self.rows.min()}..{self.rows.max()} of {len(images)} records")
 
@@ -64,12 +74,13 @@ class ArrayDataset:
 
     def with_labels(self, labels: torch.Tensor | np.ndarray) -> ArrayDataset:
         """The same images with other labels (e.g. corrected ones)."""
-        return ArrayDataset(self.images, self.rows, labels)
+        return ArrayDataset(self.images, self.rows, labels, self.groups)
 
     def subset(self, indices: np.ndarray | torch.Tensor) -> ArrayDataset:
-        """Some of the samples, in the order given; nothing is copied but rows and labels."""
+        """Some of the samples, in the order given; nothing is copied but rows, labels and groups."""
         indices = np.asarray(indices)
-        return ArrayDataset(self.images, self.rows[indices], self.labels[torch.from_numpy(indices)])
+        groups = None if self.groups is None else self.groups[indices]
+        return ArrayDataset(self.images, self.rows[indices], self.labels[torch.from_numpy(indices)], groups)
 
     def batch(self, indices: np.ndarray | torch.Tensor) -> dict[str, torch.Tensor]:
         """One batch.

@@ -66,6 +66,38 @@ def split_cohort(
     return replace(cohort, table=cohort.table.assign(split=pd.array(split, dtype="str")))
 
 
+def validation_part(
+    labels: np.ndarray,
+    groups: np.ndarray | None,
+    num_classes: int,
+    fraction: float,
+    generator: np.random.Generator,
+) -> np.ndarray:
+    """Which samples of one client are set apart to validate on, by the rule of :func:`split_cohort`.
+
+    Patients stay whole where there are two or more of them; otherwise each sample is on its own.
+
+    Args:
+        labels: class indices ``[N]``, or zeros and ones ``[N, C]``.
+        groups: the patient of each sample ``[N]``, as numbers; None where that is not known.
+        num_classes: number of classes C.
+        fraction: wanted share, between 0 and 1/2.
+        generator: decides between patients of equal size.
+
+    Returns:
+        ``[N]``, true for the samples set apart: at least one, and at least one is left. All false where there are
+        fewer than two samples.
+    """
+    if not 0 < fraction <= 0.5:
+        raise ValueError(f"the fraction must lie between 0 and 1/2, not {fraction}")
+    if len(labels) < 2:
+        return np.zeros(len(labels), dtype=bool)
+    codes = np.arange(len(labels)) if groups is None else np.unique(groups, return_inverse=True)[1].reshape(-1)
+    if codes.max() == 0:
+        codes = np.arange(len(labels))
+    return _greedy(codes, _membership(labels, num_classes), fraction, generator)
+
+
 def unite_patients(cohort: Cohort, identical: Sequence[Hashable]) -> tuple[Cohort, int, int]:
     """Makes one patient of those who share an identical picture, directly or through others.
 
@@ -116,10 +148,14 @@ def straddling_patients(cohort: Cohort) -> pd.DataFrame:
 
 
 def _targets(cohort: Cohort) -> np.ndarray:
+    return _membership(cohort.labels, cohort.task.num_classes)
+
+
+def _membership(labels: np.ndarray, num_classes: int) -> np.ndarray:
     """Class membership ``[N, C]``; multi-label rows without any positive get a column of their own."""
-    if cohort.task.kind == "multiclass":
-        return np.eye(cohort.task.num_classes)[cohort.labels]
-    return np.column_stack([cohort.labels, cohort.labels.sum(axis=1) == 0]).astype(float)
+    if labels.ndim == 1:
+        return np.eye(num_classes)[labels]
+    return np.column_stack([labels, labels.sum(axis=1) == 0]).astype(float)
 
 
 def _greedy(codes: np.ndarray, targets: np.ndarray, fraction: float, generator: np.random.Generator) -> np.ndarray:

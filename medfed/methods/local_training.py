@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
@@ -12,6 +12,7 @@ from medfed.federation.messages import Message
 from medfed.federation.method import MethodSettings
 
 if TYPE_CHECKING:
+    from medfed.data.arrays import ArrayDataset
     from medfed.training.objectives import Objective
 
 
@@ -91,38 +92,71 @@ def train(client: Client, message: Message) -> Message:
     return fit_and_reply(client, message)
 
 
-def fit_and_reply(client: Client, message: Message, around: Callable[[Objective], Objective] | None = None) -> Message:
+def received_loss(client: Client, message: Message) -> Message:
+    """Client task: mean loss F_k of the received model on the client's training set.
+
+    Args:
+        client: the client.
+        message: group ``model``.
+
+    Returns:
+        Values ``samples`` and ``received_loss``.
+    """
+    client.load(message.group("model"))
+    return Message.of({"samples": client.num_samples, "received_loss": mean_loss(client)})
+
+
+def mean_loss(client: Client, data: ArrayDataset | None = None) -> float:
+    """Mean loss of the resident network: evaluation mode, no augmentation, no logit adjustment.
+
+    Args:
+        client: the client.
+        data: samples to look at; all of the client's by default.
+    """
+    return float(client.trainer.losses(client.data if data is None else data).double().mean())
+
+
+def fit_and_reply(
+    client: Client,
+    message: Message,
+    around: Callable[[Objective], Objective] | None = None,
+    values: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Message:
     """The second half of :func:`train`, for tasks that have loaded the model already.
 
     Args:
         client: the client.
         message: values of :meth:`LocalTraining.request`.
         around: makes another objective of the usual one.
+        values: more plain values for the reply.
+        **options: of :meth:`Client.fit <medfed.federation.client.Client.fit>`: other data, a batch size, an optimiser.
+            Logit adjustment takes the prior of all of the client's labels, whatever part of them is trained on.
     """
     from medfed.training.losses import log_odds_offsets, logit_adjustment_offsets
     from medfed.training.objectives import ClassificationObjective
     from medfed.training.steps import PlainStep, SharpnessAwareStep
 
-    values = message.values
+    asked = message.values
     offsets = None
-    if values["logit_adjustment"]:
+    if asked["logit_adjustment"]:
         counts = client.class_counts()
         multilabel = client.task.kind == "multilabel"
         offsets = log_odds_offsets(counts, client.num_samples) if multilabel else logit_adjustment_offsets(counts)
-    salt = values.get("salt")
+    salt = asked.get("salt")
     objective: Objective = ClassificationObjective(client.task.kind, offsets)
     result = client.fit(
         objective=objective if around is None else around(objective),
         step=SharpnessAwareStep(**salt) if salt else PlainStep(),
-        epochs=values["epochs"],
-        learning_rate=values["learning_rate"],
+        **{"epochs": asked["epochs"], "learning_rate": asked["learning_rate"], **options},
     )
     return Message.of(
         {
-            "samples": client.num_samples,
+            "samples": result.samples,
             "loss": result.loss,
             "steps": result.steps,
             "skipped": result.skipped,
+            **(values or {}),
         },
         model=client.model(),
     )

@@ -115,6 +115,11 @@ class LocalTrainer:
         with torch.no_grad():
             torch._foreach_copy_(list(own.values()), [state[name] for name in own])
 
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the trainable parameters in the state dict."""
+        return tuple(name for name, p in self.network.named_parameters() if p.requires_grad)
+
     def state(self) -> State:
         """The network's state dict as views: they change with the next step or load.  Clone what must last.
 
@@ -134,6 +139,7 @@ class LocalTrainer:
         batch_size: int | None = None,
         learning_rate: float | None = None,
         weight_decay: float | None = None,
+        optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None,
         on_batch: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None] | None = None,
     ) -> FitResult:
         """Trains the resident network on a client's data with a new optimiser.
@@ -149,6 +155,7 @@ class LocalTrainer:
             batch_size: images a step; the bundle's where None.
             learning_rate: replaces the bundle's.
             weight_decay: replaces the bundle's.
+            optimizer: makes the optimiser of the trainable parameters; the bundle's, with the two above, where None.
             on_batch: called with the batch and the step's output after each step.
 
         Returns:
@@ -166,7 +173,9 @@ class LocalTrainer:
             self._trainer.train(
                 batches,
                 epochs,
-                self.bundle.make_optimizer(self._params, learning_rate, weight_decay),
+                self.bundle.make_optimizer(self._params, learning_rate, weight_decay)
+                if optimizer is None
+                else optimizer(self._params),
                 objective or ClassificationObjective(self.bundle.task),  # type: ignore[arg-type]
                 step or self.bundle.step,
                 tally,
