@@ -11,6 +11,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from medfed.bundle_cli import app as bundle_app
 from medfed.errors import ConfigError, MedfedError
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(bundle_app)
 
 Sets = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
@@ -204,6 +206,39 @@ def audit(
     with screen:
         made = look(run, client, out=out, limit=limit, only=only, say=screen.say, progress=screen.progress)
     screen.say(made.summary())
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a run, or a bundle with a trained model.")],
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="Folder of DICOM, images or NIfTI, or one file.")],
+    out: Annotated[Path, typer.Option(help="Folder for images.csv, studies.csv and predictions.json.")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    study_by: Annotated[
+        str, typer.Option(help="What is one study where a file does not say: file, or folder.")
+    ] = "file",
+    sets: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the bundle; not for a run, which knows them."),
+    ] = None,
+) -> None:
+    """Writes the probabilities of every image and study, and why a file was not processed.
+
+    Exits with 1 when nothing could be processed.
+    """
+    from medfed.bundle_cli import parse_sets
+    from medfed.predicting import load_model
+    from medfed.predicting import predict as judge
+
+    if study_by not in ("file", "folder"):
+        raise ConfigError(f"'{study_by}' is no grouping.", where="--study-by", fix="Use file or folder.")
+    loaded = load_model(model, parse_sets(sets or []))
+    found = judge(loaded, source, out, device=device, study_by=study_by, say=typer.echo)  # type: ignore[arg-type]
+    counts = found["counts"]
+    typer.echo(f"{counts['processed']} images processed, {counts['not processed']} not; {counts['studies']} studies")
+    typer.echo(f"Written: {out}")
+    if not counts["processed"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -36,6 +36,7 @@ _TEXTS = {
     name: Tag(keyword)
     for name, keyword in {
         "modality": "Modality",
+        "image_type": "ImageType",
         "patient_id": "PatientID",
         "study_uid": "StudyInstanceUID",
         "series_uid": "SeriesInstanceUID",

@@ -94,11 +94,13 @@ class PrepareBatch:
 
     def __call__(
         self, batch: dict[str, Any], device: torch.device | None = None, non_blocking: bool = False, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images ``[B, C, H, W]`` and labels of a collated batch, ready for the network."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Images ``[B, C, H, W]`` and labels (None without any) of a collated batch, ready for the network."""
         images = torch.as_tensor(batch["image"]).to(device, torch.float32, non_blocking=non_blocking, **kwargs)
         images = images.as_tensor() if hasattr(images, "as_tensor") else images
-        labels = torch.as_tensor(batch["label"]).to(device, non_blocking=non_blocking, **kwargs)
+        labels = None
+        if "label" in batch:
+            labels = torch.as_tensor(batch["label"]).to(device, non_blocking=non_blocking, **kwargs)
         if self.augment is not None:
             images = self.augment(images, self.generator)
         if self.normalize is not None:

@@ -36,7 +36,7 @@ REQUIRED = (
     *("batch_size", "learning_rate", "optimizer", "step"),
 )
 # What differs between machines and not between experiments.
-LOCAL_KEYS = ("bundle_root", "dataset_dir", "output_dir", "device")
+LOCAL_KEYS = ("bundle_root", "dataset_dir", "model_dir", "output_dir", "device")
 # Raised when decoding or preparation give other pixels for the same settings.
 PIPELINE_VERSION = 2
 _TASKS = ("multiclass", "multilabel")
@@ -102,11 +102,11 @@ class TrainingBundle:
                 the wrong kind.
         """
         folder = find_bundle(root)
-        config = _read(folder / "configs" / "train.yaml")
+        config = read_config(folder / "configs" / "train.yaml")
         for key, value in (overrides or {}).items():
             _override(config, key, value, where=folder.name)
         config["bundle_root"] = folder.as_posix()
-        _validate(config, where=folder.name)
+        validate_config(config, where=folder.name)
         bundle = cls(folder, config)
         for key in overrides or {}:
             bundle._check_argument(key)
@@ -242,7 +242,12 @@ class TrainingBundle:
             raise ConfigError(f"'{name}' is no argument of {target}.", where=key, fix=nearest(name, parameters))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a configuration file (YAML, of which JSON is a part); nothing in it is evaluated.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or is no mapping.
+    """
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -284,7 +289,16 @@ def _keys(config: Any, prefix: str = "") -> Iterator[str]:
         yield from _keys(value, f"{prefix}{name}{SEPARATOR}")
 
 
-def _validate(config: Mapping[str, Any], where: str) -> None:
+def validate_config(config: Mapping[str, Any], where: str) -> None:
+    """Checks that the keys a federation uses are there and of the right kind; nothing is evaluated.
+
+    Args:
+        config: content of ``configs/train.yaml``.
+        where: named in messages.
+
+    Raises:
+        ConfigError: a key is missing or holds a wrong value.
+    """
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ConfigError(

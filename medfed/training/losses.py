@@ -103,6 +103,38 @@ def binary_cross_entropy(
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
+def generalized_cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    q: float = 0.7,
+    offsets: torch.Tensor | None = None,
+    multilabel: bool = False,
+) -> torch.Tensor:
+    """Mean of ``(1 − p^q) / q``, p the probability of the observed label; cross-entropy where q is 0.
+
+    Zhang and Sabuncu, "Generalized cross entropy loss for training deep neural networks with noisy labels", NeurIPS
+    2018, equation 6.  Its gradient is that of cross-entropy times ``p^q``: samples whose label the model holds for
+    wrong pull less.
+
+    Args:
+        logits: ``[B, C]``.
+        labels: class indices ``[B]``; zeros and ones ``[B, C]`` where ``multilabel``.
+        q: between 0 and 1; 0.7 is the paper's.
+        offsets: ``[C]``, added to the logits.
+        multilabel: independent labels, each with its own loss; the mean is over the labels too.
+
+    Returns:
+        The loss.
+    """
+    logits = shifted(logits, offsets)
+    if multilabel:
+        losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none")
+    else:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+    # −expm1(−qL) / q with L = −log p: exact also where p is close to 1.
+    return (losses if q == 0 else -torch.expm1(-q * losses) / q).mean()
+
+
 def per_sample_cross_entropy(network: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Plain cross-entropy of each sample ``[B]``."""
     return cross_entropy(network(batch["image"]), batch["label"], reduction="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,6 +60,15 @@ def read_weights(path: Path) -> State:
             f"'{other[0]}' is not a tensor.", where=str(path), fix="Save the network's state_dict() alone."
         )
     return dict(content)
+
+
+def state_hash(state: Mapping[str, torch.Tensor]) -> str:
+    """sha256 over names, types, shapes and values of a state dict."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def torchvision_weights(name: str, version: str = "IMAGENET1K_V1") -> State:
