@@ -1,4 +1,9 @@
-"""medfed's own identification: which clients' labels can be relied on, from the evidence they sent."""
+"""medfed's own identification: which clients' labels can be relied on, from the evidence they sent.
+
+:mod:`medfed.reliability.shares` estimates each client's share of wrong labels with its sampling error.  A mixture of
+two groups, whose variance is that between clients plus each client's own sampling variance, says who is clean; where
+two groups explain the shares no better than one, nobody is accused.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from medfed.reliability.grouping import Grouping, two_groups
 from medfed.reliability.identification import Verdict
+from medfed.reliability.shares import Summaries, estimate
+
+UNSURE = (0.35, 0.65)
+CHANCE = 2.0  # standard errors by which labels must be more predictable than chance, somewhere
 
 
 class EvidenceLike(Protocol):
-    """What of a client's evidence reaches the server: a message, or :class:`~medfed.reliability.evidence.Evidence`."""
+    """What of a client's evidence reaches the server: a message, a reply, or the evidence itself."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -20,7 +30,7 @@ class EvidenceLike(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Tensors by name."""
+        """Tensors by ``group/name``."""
 
 
 def judge(
@@ -31,61 +41,106 @@ def judge(
     Args:
         evidence: what each client sent; see :func:`medfed.reliability.evidence.evidence`.
         previous: the state that an earlier call returned, where evidence is pooled over rounds.
-        seed: seed of what is drawn.
+        seed: not used: nothing is drawn.
 
     Returns:
-        The verdict, and the state for the next call (plain values).
+        The verdict, and the state for the next call, of plain values: ``shares`` by client, each with ``wrong``
+        (estimated share of wrong labels, 0 to 1, or None), ``raw`` and ``error`` (as pooled) and ``calls``; and
+        ``renamed``, pairs of classes that most clients seem to have swapped.
     """
     names = sorted(evidence)
-    known = [n for n in names if "separability" in evidence[n].values]
-    x = np.array([evidence[n].values["separability"] for n in known], dtype=float)
-    error = np.array([evidence[n].values["separability_error"] for n in known], dtype=float)
+    described = [name for name in names if _described(evidence[name])]
+    notes: list[str] = []
+    raw, error = np.zeros(0), np.zeros(0)
+    renamed: tuple[tuple[int, int], ...] = ()
+    if len(described) >= 2:
+        found = estimate(_summaries([evidence[name] for name in described]))
+        raw, error, renamed = found.wrong, found.error, found.renamed
+    calls = np.ones(len(described), dtype=int)
+    if previous:
+        raw, error, calls = _pooled(described, raw, error, previous.get("shares", {}))
+    group = two_groups(raw, error)
     status = dict.fromkeys(names, "undetermined")
     posterior = dict.fromkeys(names, math.nan)
-    note = ""
-    if len(known) >= 2:
-        clean, note = _two_components(x, error)
-        for name, p in zip(known, clean):
+    if len(described) < 2:
+        status.update(dict.fromkeys(described, "clean"))
+        notes.append("Fewer than two clients can be judged: nobody to differ from.")
+    elif not _predictable([evidence[name] for name in names]):
+        notes.append("No client's labels can be predicted better than chance: none can be called clean.")
+    else:
+        for name, p in zip(described, group.clean):
             posterior[name] = float(p)
-            status[name] = "clean" if p >= 0.5 else "noisy"
-    elif known:
-        status[known[0]], note = "clean", "a single client that can be judged has nobody to differ from"
-    state = {"clients": {n: dict(evidence[n].values) for n in names}}
-    return Verdict(status, posterior, note), state
+            status[name] = "clean" if p > UNSURE[1] else "noisy" if p < UNSURE[0] else "undetermined"
+        if not group.split:
+            notes.append("One group explains the shares of wrong labels as well as two: nobody is accused.")
+    if renamed:
+        pairs = ", ".join(f"{a} and {b}" for a, b in renamed)
+        notes.append(f"Most clients seem to have swapped the classes {pairs}: those who did not are the purer ones.")
+    return Verdict(status, posterior, " ".join(notes)), _state(names, described, raw, error, calls, group, renamed)
 
 
-def _two_components(x: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, str]:
-    """Probability of clean ``[K]`` under two normal components whose variance is tied plus each client's own."""
-    one = _fit(x, error, np.ones((1, len(x))))
-    best = None
-    for cut in np.unique(x)[1:]:
-        start = np.stack([x >= cut, x < cut]).astype(float)
-        fit = _fit(x, error, start)
-        if best is None or fit[0] > best[0]:
-            best = fit
-    if best is None or 2 * (best[0] - one[0]) < 2 * math.log(len(x)) + 2:
-        return np.ones(len(x)), "no two groups of clients can be told apart: all count as clean"
-    means, share = best[1], best[2]
-    return share[int(np.argmax(means))], ""
+def _described(one: EvidenceLike) -> bool:
+    counts = one.tensors.get("evidence/counts")
+    return counts is not None and float(counts.sum()) > 0
 
 
-def _fit(x: np.ndarray, error: np.ndarray, share: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-    """Expectation-maximisation: log likelihood, means and responsibilities ``[components, K]``."""
-    between, value = 0.01, -math.inf
-    means = np.zeros(len(share))
-    for _ in range(200):
-        precision = 1 / (between + error**2)
-        weight = share * precision
-        means = (weight @ x) / np.maximum(weight.sum(axis=1), 1e-12)
-        prior = np.maximum(share.mean(axis=1), 1e-12)
-        excess = (share * precision**2 * ((x - means[:, None]) ** 2 - error**2)).sum()
-        between = max(excess / (share * precision**2).sum(), 1e-4)
-        variance = between + error**2
-        logs = np.log(prior)[:, None] - 0.5 * ((x - means[:, None]) ** 2 / variance + np.log(2 * math.pi * variance))
-        total = np.logaddexp.reduce(logs, axis=0)
-        share = np.exp(logs - total)
-        new = float(total.sum())
-        if abs(new - value) < 1e-9:
-            break
-        value = new
-    return value, means, share
+def _summaries(evidence: list[EvidenceLike]) -> Summaries:
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([np.asarray(one.tensors[f"evidence/{name}"], dtype=np.float64) for one in evidence])
+
+    counts, means = stacked("counts"), stacked("means")
+    samples = sum(int(one.values["evidence_samples"]) for one in evidence)
+    centre = stacked("total").sum(axis=0) / samples
+    spread = np.zeros((len(centre), len(centre)))
+    spread[np.triu_indices(len(centre))] = stacked("moment").sum(axis=0) / samples
+    spread = spread + np.triu(spread, 1).T - np.outer(centre, centre)
+    means = np.where(counts[:, :, None] > 0, means - centre, 0.0)
+    return Summaries(counts, means, spread, _purity(evidence))
+
+
+def _purity(evidence: list[EvidenceLike]) -> np.ndarray:
+    """A first guess: noise at training and at testing multiply, hence the root; relative to the best clients."""
+    contrast = np.array([one.values.get("contrast", math.nan) for one in evidence], dtype=float)
+    if np.isnan(contrast).all():
+        return np.full(len(contrast), 0.5)
+    contrast = np.where(np.isnan(contrast), np.nanmedian(contrast), contrast)
+    top = np.sort(contrast)[-max(2, len(contrast) // 5)]
+    ratio = contrast / top if top > 0 else np.zeros_like(contrast)
+    return np.clip(np.sqrt(np.clip(ratio, 0, 1)), 0.05, 0.97)
+
+
+def _predictable(evidence: list[EvidenceLike]) -> bool:
+    """Whether labels can be predicted at all: the best client's, with the number of clients allowed for."""
+    values = [one.values for one in evidence if "separability" in one.values]
+    return not values or max(v["separability"] / v["separability_error"] for v in values) > CHANCE
+
+
+def _pooled(
+    names: list[str], raw: np.ndarray, error: np.ndarray, previous: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Shares averaged over calls.  The labels are the same ones, so the error is averaged, not reduced."""
+    raw, error, calls = raw.copy(), error.copy(), np.ones(len(names), dtype=int)
+    for k, name in enumerate(names):
+        old = previous.get(name)
+        if old and old.get("raw") is not None:
+            now, before = 1 / error[k] ** 2, old["calls"] / old["error"] ** 2
+            raw[k] = (now * raw[k] + before * old["raw"]) / (now + before)
+            calls[k] = old["calls"] + 1
+            error[k] = math.sqrt(calls[k] / (now + before))
+    return raw, error, calls
+
+
+def _state(
+    names: list[str],
+    described: list[str],
+    raw: np.ndarray,
+    error: np.ndarray,
+    calls: np.ndarray,
+    group: Grouping,
+    renamed: tuple[tuple[int, int], ...],
+) -> dict[str, Any]:
+    shares: dict[str, Any] = {name: {"wrong": None, "raw": None, "error": None, "calls": 0} for name in names}
+    for k, name in enumerate(described[: len(raw)]):
+        wrong = min(max((raw[k] - group.centre) / max(1 - group.centre, 1e-6), 0.0), 1.0)
+        shares[name] = {"wrong": wrong, "raw": float(raw[k]), "error": float(error[k]), "calls": int(calls[k])}
+    return {"shares": shares, "renamed": [list(pair) for pair in renamed]}
