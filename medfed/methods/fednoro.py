@@ -21,24 +21,21 @@ from pydantic import Field
 from medfed.errors import ConfigError
 from medfed.federation.client import Client
 from medfed.federation.messages import Message, Replies
-from medfed.federation.method import Method, MethodSettings
+from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
 from medfed.methods import fedavg
 from medfed.methods.local_training import train
-from medfed.methods.noise_aware import ramp_up, train_noise_aware
+from medfed.methods.noise_aware import NoisyTraining, ramp_up, train_noise_aware
 
 if TYPE_CHECKING:
     from medfed.reliability.identification import Verdict
 
 
-class FedNoRoSettings(MethodSettings):
+class FedNoRoSettings(NoisyTraining):
     """Settings of FedNoRo; defaults are those of the released code.
 
     Args:
         warmup: rounds of the first stage, before clients are judged.
-        local_epochs: passes over a client's data in a round, in both stages.
-        learning_rate: None takes the bundle's.
-        logit_adjustment: logits shifted by the log of the client's class frequencies, in training.
         teacher_weight: largest weight of the teacher for clients that are not clean; 0 trains them like clean ones.
         ramp_begin: round, counted from 0, up to which the teacher has exp(-5) of that weight; None is the first
             round after the warm-up.
@@ -51,8 +48,6 @@ class FedNoRoSettings(MethodSettings):
     """
 
     warmup: int = Field(10, ge=1)
-    local_epochs: int = Field(5, ge=1)
-    learning_rate: float | None = Field(None, gt=0)
     logit_adjustment: bool = True
     teacher_weight: float = Field(0.8, ge=0, le=1)
     ramp_begin: int | None = Field(None, ge=0)
@@ -61,14 +56,6 @@ class FedNoRoSettings(MethodSettings):
     soften_student: bool = False
     least_count: float = Field(0.0, ge=0)
     daagg: bool = True
-
-    def request(self) -> dict[str, Any]:
-        """The plain values of a request to train, in both stages."""
-        return {
-            "epochs": self.local_epochs,
-            "learning_rate": self.learning_rate,
-            "logit_adjustment": self.logit_adjustment,
-        }
 
     def weight(self, round: int) -> float:
         """Weight of the teacher in a round, counted from 1."""
@@ -119,20 +106,37 @@ def program(server: Server, settings: FedNoRoSettings) -> Iterator[RoundReport]:
     Raises:
         ConfigError: the warm-up leaves no round for the second stage.
     """
-    if settings.warmup >= server.num_rounds:
-        raise ConfigError(
-            f"a warm-up of {settings.warmup} rounds leaves none of {server.num_rounds} to train by status.",
-            where="method.warmup",
-            fix=f"Set method.warmup to {max(1, server.num_rounds // 10)}, or raise rounds.",
-        )
+    check_warmup(server, settings.warmup)
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for round in server.rounds():
         verdict = identified(server)
         if verdict is None:
             yield fedavg.one_round(server, settings.request())
-        else:
-            yield round_by_status(server, settings, verdict, settings.weight(round))
+            continue
+        weight = settings.weight(round)
+        values = {
+            **settings.request(),
+            "weight": weight,
+            "temperature": settings.temperature,
+            "soften_student": settings.soften_student,
+            "least_count": settings.least_count,
+        }
+        yield round_by_status(server, values, verdict, settings.daagg, teacher_weight=weight)
+
+
+def check_warmup(server: Server, warmup: int) -> None:
+    """Refuses a warm-up that leaves no round for what comes after it.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if warmup >= server.num_rounds:
+        raise ConfigError(
+            f"a warm-up of {warmup} rounds leaves none of {server.num_rounds} to train by status.",
+            where="method.warmup",
+            fix=f"Set method.warmup to {max(1, server.num_rounds // 10)}, or raise rounds.",
+        )
 
 
 def identified(server: Server) -> Verdict | None:
@@ -194,23 +198,26 @@ def _rows(replies: Replies) -> dict[str, list[float]]:
     return rows
 
 
-def round_by_status(server: Server, settings: FedNoRoSettings, verdict: Verdict, teacher_weight: float) -> RoundReport:
-    """One round of the second stage: every participant trains by its status; DaAgg."""
+def round_by_status(
+    server: Server, values: Mapping[str, Any], verdict: Verdict, daagg: bool, **told: Any
+) -> RoundReport:
+    """One round of the second stage: every participant trains by its status, and models are combined by DaAgg.
+
+    Args:
+        server: the server; its model is replaced, unless nobody is left.
+        values: of the ``train_by_status`` request.
+        verdict: who is clean; each client is told its ``status``.
+        daagg: by distance to the clean models where the round has clean and other ones; else by sample counts.
+        **told: plain values of the round, for the record.
+    """
     from medfed.aggregation.averaging import weighted_mean
     from medfed.aggregation.weights import by_samples, discounted, distances
 
-    values = {
-        **settings.request(),
-        "weight": teacher_weight,
-        "temperature": settings.temperature,
-        "soften_student": settings.soften_student,
-        "least_count": settings.least_count,
-    }
     message = Message.of(values, model=server.model)
     status: Mapping[str, str] = {c: verdict.status.get(c, "undetermined") for c in server.participants()}
     each = {c: {"status": s} for c, s in status.items()}
     apart: dict[str, float] = {}
-    if settings.daagg and len({s == "clean" for s in status.values()}) == 2:
+    if daagg and len({s == "clean" for s in status.values()}) == 2:
         # Distances need every model of the round at once.
         replies = server.ask(
             "train_by_status", message, each=each, expect={"model": server.model}, numbers=("samples",)
@@ -225,9 +232,7 @@ def round_by_status(server: Server, settings: FedNoRoSettings, verdict: Verdict,
         weights = by_samples(replies.value("samples")) if replies else {}
         if replies:
             server.model = replies.mean["model"]
-    return server.report(
-        replies, server={"teacher_weight": teacher_weight}, weight=weights, **({"distance": apart} if apart else {})
-    )
+    return server.report(replies, server=told, weight=weights, **({"distance": apart} if apart else {}))
 
 
 METHOD = Method(

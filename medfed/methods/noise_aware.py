@@ -10,12 +10,37 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import Field
 
 from medfed.federation.client import Client
 from medfed.federation.messages import Message
+from medfed.federation.method import MethodSettings
 
 if TYPE_CHECKING:
+    from medfed.training.local import FitResult
     from medfed.training.objectives import ClassificationObjective
+
+
+class NoisyTraining(MethodSettings):
+    """Settings of local training that methods against label noise share.
+
+    Args:
+        local_epochs: passes over a client's data in a round.
+        learning_rate: None takes the bundle's.
+        logit_adjustment: logits shifted by the log of the client's class frequencies, in training.
+    """
+
+    local_epochs: int = Field(5, ge=1)
+    learning_rate: float | None = Field(None, gt=0)
+    logit_adjustment: bool = False
+
+    def request(self) -> dict[str, Any]:
+        """The plain values of a request to train."""
+        return {
+            "epochs": self.local_epochs,
+            "learning_rate": self.learning_rate,
+            "logit_adjustment": self.logit_adjustment,
+        }
 
 
 def train_noise_aware(client: Client, message: Message) -> Message:
@@ -60,10 +85,19 @@ def train_noise_aware(client: Client, message: Message) -> Message:
             observed=None if least else client.class_counts() > 0,
         )
     result = client.fit(data, objective=objective, epochs=values["epochs"], learning_rate=values["learning_rate"])
-    return Message.of(
-        {"samples": client.num_samples, "loss": result.loss, "steps": result.steps, "skipped": result.skipped},
-        model=client.model(),
-    )
+    return trained(client, result)
+
+
+def trained(client: Client, result: FitResult, **values: Any) -> Message:
+    """The reply after local training: the model, and the values ``samples``, ``loss``, ``steps``, ``skipped``.
+
+    Args:
+        client: the client.
+        result: of the training.
+        **values: further ones.
+    """
+    told = {"samples": client.num_samples, "loss": result.loss, "steps": result.steps, "skipped": result.skipped}
+    return Message.of({**told, **values}, model=client.model())
 
 
 def prior_adjusted(client: Client, logit_adjustment: bool = True, least_count: float = 1) -> ClassificationObjective:

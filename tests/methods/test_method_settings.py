@@ -13,8 +13,17 @@ def test_every_method_is_found_under_its_name_with_tasks_and_defaults(name):
     method, settings = resolve_method({"name": name})
     assert method.name == name
     assert "train" in method.tasks
-    epochs = 5 if name == "fednoro" else 1
-    assert (settings.local_epochs, settings.logit_adjustment, settings.learning_rate) == (epochs, True, None)
+    assert settings.learning_rate is None
+
+
+EPOCHS = {"fednoro": 5, "fedlsr": 5, "fedelc": 5, "fedcorr": 5, "rofl": 5, "fedned": 10}
+PLAIN = ("fedlsr", "fedcorr", "rofl", "rhfl", "fedned")  # published without logit adjustment
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_published_local_training(name):
+    _, settings = resolve_method({"name": name})
+    assert (settings.local_epochs, settings.logit_adjustment) == (EPOCHS.get(name, 1), name not in PLAIN)
 
 
 def test_published_defaults():
