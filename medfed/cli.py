@@ -12,6 +12,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from medfed.bundle_cli import app as bundle_app
+from medfed.cli_nvflare import nvflare
 from medfed.errors import ConfigError, MedfedError
 
 app = typer.Typer(
@@ -22,6 +23,8 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bundle_app)
+
+app.add_typer(nvflare)
 
 Sets = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
@@ -52,14 +55,20 @@ def run(
 
 
 @app.command()
-def resume(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    rounds: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="New last round; also goes on with a run that was completed."),
+    ] = None,
+) -> None:
     """Goes on with a run after its last checkpoint."""
     from medfed.console import Screen
     from medfed.running import resume as go_on
 
     screen = Screen()
     with screen:
-        path = go_on(run, say=screen.say, progress=screen.progress, listeners=[screen.round])
+        path = go_on(run, rounds=rounds, say=screen.say, progress=screen.progress, listeners=[screen.round])
     screen.finish([path])
 
 
@@ -239,6 +248,26 @@ def predict(
     typer.echo(f"Written: {out}")
     if not counts["processed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def ledger(
+    folder: Annotated[Path, typer.Argument(help="Folder of a run, of a client or of a site, or a ledger.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor: name, type and shape.")] = False,
+) -> None:
+    """Shows everything that left a client, or reached a server, and checks that no line was changed."""
+    from rich.console import Console
+
+    from medfed.ledger import find_ledgers, ledger_table, read_ledger, tensor_lines
+
+    console = Console(highlight=False)
+    for path in find_ledgers(folder):
+        entries = read_ledger(path)
+        console.print(ledger_table(entries, str(path)))
+        for entry in entries if tensors else ():
+            console.print(f"{entry['number']}  {entry['sha256'][:12]}", *tensor_lines(entry), sep="\n  ", markup=False)
+        total = sum(e["bytes"] for e in entries)
+        console.print(f"{len(entries)} messages, {total} bytes; the chain is unbroken.", markup=False)
 
 
 @app.command()

@@ -110,6 +110,12 @@ class RunFolder:
         os.replace(new, path)
         return meta
 
+    def write_experiment(self, text: str) -> None:
+        """Replaces the resolved experiment, atomically."""
+        new = self.path / (EXPERIMENT + ".writing")
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, self.path / EXPERIMENT)
+
     @property
     def checkpoint(self) -> Path:
         """Folder of the server state."""

@@ -13,7 +13,7 @@ from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
 from medfed.engines.planning import available_cores, choose_workers
 from medfed.engines.pool import PoolEngine
-from medfed.errors import FederationError
+from medfed.errors import ConfigError, FederationError
 from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
 from medfed.federation.loop import Listener, Record, run_rounds
 from medfed.federation.messages import State
@@ -107,18 +107,35 @@ def start_all(
 
 
 def resume(
-    path: Path, *, say: Say = lambda _: None, progress: Progress | None = None, listeners: Sequence[Listener] = ()
+    path: Path,
+    *,
+    rounds: int | None = None,
+    say: Say = lambda _: None,
+    progress: Progress | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Path:
     """Goes on with a run after its last checkpoint; see :func:`start`.
 
+    Args:
+        path: the run's folder.
+        rounds: new last round, also of a run that was completed.
+        say: as in :func:`start`.
+        progress: as in :func:`start`.
+        listeners: as in :func:`start`.
+
     Raises:
-        MedfedError: the folder is no run, another process has it, or its data have changed since.
+        MedfedError: the folder is no run, another process has it, its data have changed since, or its rounds cannot
+            be changed.
     """
     folder = RunFolder.open(path)
     with folder.held():
         meta = folder.meta()
         experiment = validate(read_yaml(path / EXPERIMENT), str(path / EXPERIMENT))
         state = load_state(folder.checkpoint)
+        if rounds is not None and rounds != experiment.rounds:
+            experiment = with_rounds(experiment, rounds, state.round if state else 0, path)
+            folder.write_experiment(experiment.dump())
+            meta = folder.write_meta(rounds=rounds)
         if state is not None and state.round >= experiment.rounds and meta["status"] == "completed":
             say(f"All {experiment.rounds} rounds are done.")
             return path
@@ -127,6 +144,25 @@ def resume(
         say(f"Going on after round {state.round if state else 0} of {experiment.rounds}")
         execute(prepared, folder, state=state, say=say, listeners=listeners)
     return path
+
+
+def with_rounds(experiment: Experiment, rounds: int, done: int, path: Path) -> Experiment:
+    """An experiment with another last round, where what was done so far would have been the same with it.
+
+    Raises:
+        ConfigError: fewer rounds than are done, or a method whose rounds depend on how many there are in all.
+    """
+    if rounds < max(done, 1):
+        raise ConfigError(f"{done} rounds are done already.", where=str(path), fix=f"Give --rounds {done} or more.")
+    method, settings = resolve_method(experiment.method)
+    if done and settings.depends_on_rounds:
+        raise ConfigError(
+            f"with these settings every round of {method.name} depends on the number of rounds in all "
+            f"({experiment.rounds}).",
+            where=str(path),
+            fix="Start a new run with more rounds.",
+        )
+    return experiment.model_copy(update={"rounds": rounds})
 
 
 def check_unchanged(prepared: Prepared, meta: dict[str, Any], path: Path) -> None:

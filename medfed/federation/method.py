@@ -27,6 +27,11 @@ class MethodSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @property
+    def depends_on_rounds(self) -> bool:
+        """Whether what happens in a round depends on how many rounds there are in all."""
+        return False
+
 
 @dataclass(frozen=True)
 class Method:

@@ -62,6 +62,11 @@ class FedISMSettings(LocalTraining):
         return self
 
     @property
+    def depends_on_rounds(self) -> bool:
+        """Whether a radius grows over the rounds, in training or in the measurement."""
+        return super().depends_on_rounds or self.probe.power > 0
+
+    @property
     def probe(self) -> Salt:
         """Radius of the measured sharpness."""
         if self.measure is not None:

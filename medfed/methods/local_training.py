@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
@@ -12,6 +12,8 @@ from medfed.federation.messages import Message
 from medfed.federation.method import MethodSettings
 
 if TYPE_CHECKING:
+    import torch
+
     from medfed.data.arrays import ArrayDataset
     from medfed.training.objectives import Objective
 
@@ -65,6 +67,11 @@ class LocalTraining(MethodSettings):
     def _switch(cls, value: Any) -> Any:
         return {} if value is True else None if value is False else value
 
+    @property
+    def depends_on_rounds(self) -> bool:
+        """Whether a radius grows over the rounds."""
+        return self.salt is not None and self.salt.power > 0
+
     def request(self, round: int, rounds: int) -> dict[str, Any]:
         """The plain values of a ``train`` request in one round."""
         values: dict[str, Any] = {
@@ -114,6 +121,13 @@ def mean_loss(client: Client, data: ArrayDataset | None = None) -> float:
         data: samples to look at; all of the client's by default.
     """
     return float(client.trainer.losses(client.data if data is None else data).double().mean())
+
+
+def descent(rate: float) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Plain gradient descent, without momentum and weight decay, as an ``optimizer`` of :func:`fit_and_reply`."""
+    import torch
+
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
 
 
 def fit_and_reply(

@@ -263,6 +263,41 @@ def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, fi
     assert load_state(path / "checkpoint").round >= 1
 
 
+def test_completed_run_goes_on_to_more_rounds_as_if_planned(finished, start, tmp_path):
+    """The weights are those of a run that was to have so many rounds; MLflow has one run with all of them."""
+    from mlflow import MlflowClient
+
+    from medfed.running import resume
+
+    run = start(rounds=2, tracking={"enabled": True, "uri": f"sqlite:///{tmp_path}/mlflow.db"})
+    assert resume(run, rounds=3) == run
+    assert same_state(model_of(run), model_of(finished))
+    assert [comparable(r) for r in records_of(run)] == [comparable(r) for r in records_of(finished)]
+    meta = json.loads((run / "run.json").read_text())
+    assert (meta["rounds"], meta["status"]) == (3, "completed")
+    assert yaml.safe_load((run / "experiment.yaml").read_text())["rounds"] == 3
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiments = [e.experiment_id for e in client.search_experiments()]
+    parents = [r for r in client.search_runs(experiments) if "mlflow.parentRunId" not in r.data.tags]
+    assert len(parents) == 1
+    steps = client.get_metric_history(parents[0].info.run_id, "clean/balanced_accuracy")
+    assert [m.step for m in steps] == [1, 2, 3]
+
+
+def test_rounds_cannot_be_changed_where_that_would_change_what_is_done(start):
+    from medfed.errors import ConfigError
+    from medfed.running import resume
+
+    run = start(rounds=2, method="fedavg")
+    with pytest.raises(ConfigError, match="2 rounds are done"):
+        resume(run, rounds=1)
+    run = start(rounds=1, method="fedism_plus")
+    before = (run / "experiment.yaml").read_text()
+    with pytest.raises(ConfigError, match="number of rounds"):
+        resume(run, rounds=3)
+    assert (run / "experiment.yaml").read_text() == before
+
+
 def test_run_in_use_is_not_resumed_by_another_process(finished):
     from medfed.errors import FederationError
     from medfed.rundir import RunFolder
