@@ -141,6 +141,6 @@ def _state(
 ) -> dict[str, Any]:
     shares: dict[str, Any] = {name: {"wrong": None, "raw": None, "error": None, "calls": 0} for name in names}
     for k, name in enumerate(described[: len(raw)]):
-        wrong = min(max((raw[k] - group.centre) / max(1 - group.centre, 1e-6), 0.0), 1.0)
+        wrong = float(min(max((raw[k] - group.centre) / max(1 - group.centre, 1e-6), 0.0), 1.0))
         shares[name] = {"wrong": wrong, "raw": float(raw[k]), "error": float(error[k]), "calls": int(calls[k])}
     return {"shares": shares, "renamed": [list(pair) for pair in renamed]}
