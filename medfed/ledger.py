@@ -153,7 +153,7 @@ def ledger_table(entries: Sequence[Entry], title: str) -> Table:
     return table
 
 
-def tensor_groups(entry: Mapping[str, Any]) -> list[str]:
+def tensor_lines(entry: Mapping[str, Any]) -> list[str]:
     """The tensors of one entry, one line each: name, type and shape."""
     return [f"{name} {dtype} {'x'.join(map(str, shape)) or 'scalar'}" for name, dtype, shape in entry["tensors"]]
 

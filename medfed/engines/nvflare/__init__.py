@@ -6,5 +6,12 @@ moves bytes; what they mean, who takes part and what is refused is medfed's. Eve
 
 from importlib.util import find_spec
 
+from medfed.errors import ConfigError
+
+
+class NVFlareMissing(ConfigError, ImportError):
+    """NVFlare is not installed."""
+
+
 if find_spec("nvflare") is None:
-    raise ImportError("the NVFlare engine needs NVFlare 2.9: pip install 'medfed[nvflare]'")
+    raise NVFlareMissing("the NVFlare engine needs NVFlare 2.9.", fix="Install it: pip install 'medfed[nvflare]'")

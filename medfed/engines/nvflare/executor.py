@@ -43,5 +43,4 @@ class MedfedExecutor(Executor):
     def _open(self, fl_ctx: FLContext) -> Desk:
         workspace = fl_ctx.get_engine().get_workspace()
         plan = read_plan(SitePlan, workspace.get_app_config_dir(fl_ctx.get_job_id()))
-        root = Path(workspace.get_root_dir())
-        return open_desk(plan, fl_ctx.get_identity_name(), root, lambda text: self.logger.error(text))
+        return open_desk(plan, fl_ctx.get_identity_name(), Path(workspace.get_root_dir()))

@@ -1,0 +1,63 @@
+"""``medfed nvflare ...``: jobs and kits for a federation of real sites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+nvflare = typer.Typer(
+    name="nvflare", help="A federation of real sites over NVFlare: see docs/deployment.md.", no_args_is_help=True
+)
+Source = Annotated[Path, typer.Argument(metavar="RUN_OR_CONFIG", help="Experiment file, or folder of a run.")]
+Sets = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this at run time on Python 3.10
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the experiment; may be given often."),
+]
+
+
+@nvflare.command()
+def export(source: Source, out: Annotated[Path, typer.Argument(help="New job folder.")], sets: Sets = None) -> None:
+    """Writes a job folder for `nvflare job submit`. Submitted again, it goes on after the last checkpoint."""
+    from medfed.console import Screen
+    from medfed.engines.nvflare.export import export as write
+
+    screen = Screen()
+    with screen:
+        write(source, out, sets or [], say=screen.say, progress=screen.progress)
+    screen.say(f"Submit: nvflare job submit -j {out}")
+
+
+@nvflare.command()
+def shares(source: Source, out: Annotated[Path, typer.Argument(help="New folder.")], sets: Sets = None) -> None:
+    """For a trial: writes what each client of an experiment holds, for the `local` folder of its site."""
+    from medfed.console import Screen
+    from medfed.engines.nvflare.export import shares as write
+
+    screen = Screen()
+    with screen:
+        folders = write(source, out, sets or [], say=screen.say, progress=screen.progress)
+    for folder in folders:
+        screen.say(f"For the local folder of {folder.name}: {folder}")
+
+
+@nvflare.command()
+def provision(
+    out: Annotated[Path, typer.Argument(help="Folder for the project file and the kits.")],
+    sites: Annotated[str, typer.Option(help="Names of the sites, with commas between.")],
+    server: Annotated[str, typer.Option(help="Host name of the server, as the sites reach it.")],
+    admin: Annotated[str, typer.Option(help="E-mail address of the administrator.")],
+    project: Annotated[str, typer.Option(help="Name of the project.")] = "medfed",
+    org: Annotated[str, typer.Option(help="Organisation: letters, digits, '_'.")] = "medfed",
+    port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8002,
+    admin_port: Annotated[int, typer.Option(help="Port that the administrator connects to.")] = 8003,
+) -> None:
+    """Makes startup kits with `nvflare provision` and closes them: medfed's class only, no log leaves a site."""
+    from medfed.engines.nvflare.provisioning import project as content
+    from medfed.engines.nvflare.provisioning import provision as make
+
+    names = [name.strip() for name in sites.split(",") if name.strip()]
+    kits = make(content(project, server, names, admin, org=org, port=port, admin_port=admin_port), out)
+    for name, kit in kits.items():
+        typer.echo(f"{name}: {kit}")

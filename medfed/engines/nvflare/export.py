@@ -1,0 +1,109 @@
+"""A job for real sites, and shares of a stored condition for a trial among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from medfed.config import Experiment, load_experiment
+from medfed.engines.nvflare.jobs import write_job
+from medfed.engines.nvflare.plan import ServerPlan, site_names, site_plan
+from medfed.engines.nvflare.shares import write_share
+from medfed.engines.nvflare.site_settings import SITE_FILE
+from medfed.errors import ConfigError
+from medfed.experiment import Prepared, Progress, Say, prepare
+from medfed.rundir import EXPERIMENT, new_uid
+
+
+def read_source(source: Path, sets: Sequence[str] = ()) -> Experiment:
+    """The experiment of a run's folder or of an experiment file, for the NVFlare engine.
+
+    Args:
+        source: the folder or the file.
+        sets: ``key=value`` changes of a file.
+
+    Raises:
+        ConfigError: it is neither, or not valid.
+    """
+    sets = [*sets, "engine.kind=nvflare"]
+    if source.is_dir():
+        if not (source / EXPERIMENT).is_file():
+            raise ConfigError("is no run.", where=str(source), fix="Give an experiment file or the folder of a run.")
+        return load_experiment(source / EXPERIMENT, sets)
+    return load_experiment(source, sets)
+
+
+def export(
+    source: Path,
+    out: Path,
+    sets: Sequence[str] = (),
+    *,
+    say: Say = lambda _: None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a job folder that ``nvflare job submit`` accepts.
+
+    The job names its run: submitted again, it goes on after the server's last checkpoint.
+
+    Args:
+        source: an experiment file, or a run's folder whose experiment is run again.
+        out: the job folder; must not hold anything yet.
+        sets: ``key=value`` changes.
+        say: told in one line what is going on.
+        progress: told (what, done, total) while images are decoded.
+
+    Raises:
+        MedfedError: anything that is wrong with the experiment, or a folder that is in use.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError("is there already.", where=str(out), fix="Give a new folder.")
+    experiment = read_source(source, sets)
+    prepared = prepare(experiment, say=say, progress=progress)
+    run, sites = new_uid(), site_names(prepared.condition.clients)
+    server = ServerPlan(
+        run=run,
+        sites=sites,
+        max_message_mb=experiment.engine.max_message_mb,
+        experiment=experiment.model_dump(mode="json"),
+    )
+    least = min(experiment.participation.quorum, len(sites))
+    write_job(
+        out, experiment.name, server, site_plan(experiment, prepared.bundle, run, sites), least=least, interval=0.5
+    )
+    say(f"Job of run {run} for {len(sites)} sites: {', '.join(sites)}")
+    return out
+
+
+def write_shares(prepared: Prepared, out: Path) -> list[Path]:
+    """Writes for each client a folder with its own images and labels and a ``site.yaml`` that names them.
+
+    Args:
+        prepared: the experiment whose condition is shared out.
+        out: folder of the shares, one folder a site.
+
+    Returns:
+        The folders. What is in one belongs into the ``local`` folder of that site.
+    """
+    shards = prepared.shards()
+    folders = []
+    for site, client in site_names(prepared.condition.clients).items():
+        path = write_share(shards, client, out / ".new", own_images=True)
+        folder = out / site
+        path.parent.rename(folder)
+        (folder / SITE_FILE).write_text(yaml.safe_dump({"share": path.name, "device": "auto"}), encoding="utf-8")
+        folders.append(folder)
+    (out / ".new").rmdir()
+    return folders
+
+
+def shares(
+    source: Path, out: Path, sets: Sequence[str] = (), *, say: Say = lambda _: None, progress: Progress | None = None
+) -> list[Path]:
+    """Prepares an experiment and writes the shares of its clients; see :func:`write_shares`."""
+    if out.exists():
+        raise ConfigError("is there already.", where=str(out), fix="Give a new folder.")
+    prepared = prepare(read_source(source, sets), say=say, progress=progress)
+    out.mkdir(parents=True)
+    return write_shares(prepared, out)

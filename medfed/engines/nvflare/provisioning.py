@@ -1,0 +1,107 @@
+"""Startup kits by NVFlare's own ``nvflare provision``, and what medfed closes in them.
+
+NVFlare's kits let a job build many classes of NVFlare, and stream a site's error log to the server. Neither is needed
+here: a kit admits medfed's class and no other, and keeps its logs.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medfed.engines.nvflare.jobs import ALLOWED
+from medfed.engines.nvflare.plan import site_names
+from medfed.errors import ConfigError
+
+PROJECT = "project.yml"
+
+
+def project(
+    name: str, server: str, sites: Sequence[str], admin: str, *, org: str, port: int, admin_port: int
+) -> dict[str, Any]:
+    """The content of NVFlare's project file.
+
+    Args:
+        name: name of the project.
+        server: host name of the server, as sites reach it.
+        sites: names of the sites.
+        admin: e-mail address of the administrator.
+        org: organisation, letters, digits and underscores.
+        port: port that sites connect to.
+        admin_port: port that the administrator connects to; may be the same.
+    """
+    builders = "nvflare.lighter.impl"
+    return {
+        "api_version": 3,
+        "name": name,
+        "description": "a federation of medfed",
+        "participants": [
+            {"name": server, "type": "server", "org": org, "fed_learn_port": port, "admin_port": admin_port},
+            *({"name": site, "type": "client", "org": org} for site in sites),
+            {"name": admin, "type": "admin", "org": org, "role": "project_admin"},
+        ],
+        "builders": [
+            {
+                "path": f"{builders}.workspace.WorkspaceBuilder",
+                "args": {"template_file": ["master_template.yml"]},
+            },
+            {"path": f"{builders}.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
+            {"path": f"{builders}.cert.CertBuilder"},
+            {"path": f"{builders}.signature.SignatureBuilder"},
+        ],
+    }
+
+
+def provision(content: dict[str, Any], out: Path) -> dict[str, Path]:
+    """Writes the project file, has NVFlare make the kits, and closes them.
+
+    Args:
+        content: of the project file; see :func:`project`.
+        out: folder for both. Made again with the same content, NVFlare keeps the root certificate.
+
+    Returns:
+        The kit of each participant.
+
+    Raises:
+        ConfigError: a name that NVFlare does not admit; whatever else it says.
+    """
+    names = [p["name"] for p in content["participants"] if p["type"] == "client"]
+    bad = [name for name in names if name not in site_names([name])]
+    if bad:
+        raise ConfigError(
+            f"NVFlare admits no site of the name {', '.join(map(repr, bad))}.",
+            fix="Use letters, digits, '-' and '_', as in `medfed nvflare export`'s answer.",
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / PROJECT
+    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(file), "-w", str(out), "--force"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    made = sorted((out / content["name"]).glob("prod_*"))
+    if done.returncode or not made:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise ConfigError(f"nvflare provision failed: {said[-1] if said else 'it said nothing'}.", where=str(file))
+    kits = {p["name"]: made[-1] / p["name"] for p in content["participants"]}
+    for participant in content["participants"]:
+        if participant["type"] in ("server", "client"):
+            close_kit(kits[participant["name"]], ALLOWED[participant["type"] == "client"])
+    return kits
+
+
+def close_kit(kit: Path, allowed: str) -> Path:
+    """Writes ``local/resources.json``: only one class may be built, and no log is streamed."""
+    local = kit / "local"
+    resources = json.loads((local / "resources.json.default").read_text(encoding="utf-8"))
+    resources |= {"class_allow_list": [allowed], "class_list_enforcement_mode": "enforce"}
+    if "allow_log_streaming" in resources:
+        resources["allow_log_streaming"] = False
+    resources["components"] = [c for c in resources.get("components", []) if c.get("id") != "site_log_streamer"]
+    path = local / "resources.json"
+    path.write_text(json.dumps(resources, indent=2), encoding="utf-8")
+    return path
