@@ -34,13 +34,13 @@ def loss_of(theta, data):
     return LinearSoftmax.loss_and_gradient(theta, pixels(data), data.labels.numpy(), PLAIN)[0]
 
 
-def adam(theta, data, batches, offsets):
+def adam(theta, data, batches, offsets, rate=LR):
     local, m, v = theta.copy(), np.zeros_like(theta), np.zeros_like(theta)
     for t, batch in enumerate(batches, start=1):
         _, g = LinearSoftmax.loss_and_gradient(local, pixels(data)[batch], data.labels.numpy()[batch], offsets)
         g = g + DECAY * local
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-        local = local - LR * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        local = local - rate * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
     return local
 
 
