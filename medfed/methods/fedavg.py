@@ -8,7 +8,7 @@ With ``salt: true`` this is FedISM's ablation "SALT only".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from medfed.federation.messages import Message
@@ -23,14 +23,16 @@ def program(server: Server, settings: LocalTraining) -> Iterator[RoundReport]:
         yield one_round(server, settings.request(round, server.num_rounds))
 
 
-def one_round(server: Server, values: Mapping[str, Any]) -> RoundReport:
+def one_round(server: Server, values: Mapping[str, Any], clients: Iterable[str] | None = None) -> RoundReport:
     """One round of local training and averaging by sample counts.
 
     Args:
         server: the server; its model is replaced, unless nobody is left.
         values: of the ``train`` request.
+        clients: who is asked; the round's participants by default.
     """
-    replies = server.ask("train", Message.of(values, model=server.model), mean="model", weight="samples")
+    message = Message.of(values, model=server.model)
+    replies = server.ask("train", message, clients=clients, mean="model", weight="samples")
     if replies:
         server.model = replies.mean["model"]
     total = sum(r.values["samples"] for r in replies)

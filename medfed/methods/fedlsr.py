@@ -78,6 +78,11 @@ class FedLSRSettings(NoisyTraining):
     entropy: float | None = Field(None, ge=0)
     second_view: SecondView = SecondView()
 
+    @property
+    def depends_on_rounds(self) -> bool:
+        """Whether the weight of the divergence rises over a share of the rounds."""
+        return self.warmup > 0
+
     def weight(self, round: int, rounds: int) -> float:
         """gamma_t = gamma min(1, t / t_w), t from 0 and t_w a share of all rounds."""
         until = self.warmup * rounds

@@ -24,6 +24,8 @@ METHODS: dict[str, str] = {
     "fednoro": "medfed.methods.fednoro:METHOD",
     "fedlsr": "medfed.methods.fedlsr:METHOD",
     "fedelc": "medfed.methods.fedelc:METHOD",
+    "fedcorr": "medfed.methods.fedcorr:METHOD",
+    "rofl": "medfed.methods.rofl:METHOD",
     "fedsir": "medfed.methods.fedsir:METHOD",
     "oct_fedsir": "medfed.methods.oct_fedsir:METHOD",
     "pruning": "medfed.methods.pruning:METHOD",

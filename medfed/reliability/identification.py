@@ -1,4 +1,4 @@
-"""Which clients have unreliable labels: the published decisions of OCT-FedSIR, FedSIR and FedNoRo.
+"""Which clients have unreliable labels: the published decisions of OCT-FedSIR, FedSIR, FedNoRo and FedCorr.
 
 All of them split the clients in two by a Gaussian mixture, so that two clients that differ at all are always told
 apart, and a federation without any noisy client can be split as well.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from medfed.errors import DataError
@@ -172,6 +173,52 @@ def vote_by_loss(losses: Tensor, clients: Sequence[str], seeds: Iterable[int] = 
             notes.append(f"{times} of {len(votes)} mixtures agree on the noisy clients.")
         share = {c: sum(c not in v for v in votes) / len(votes) for c in names}
     return _verdict(clients, {c: "noisy" if c in noisy else "clean" for c in names}, share, notes)
+
+
+def split_by_score(scores: Mapping[str, float], seed: int = 0) -> Verdict:
+    """The decision of FedCorr (CVPR 2022): a mixture of two Gaussians over one number a client, the lower one clean.
+
+    Clients whose score is not finite are undetermined; clients that are all identical are all clean, and so is a client
+    that has none to be compared with, with unknown probability.
+
+    Args:
+        scores: by client.
+        seed: of the mixture.
+    """
+    names = sorted(c for c, s in scores.items() if math.isfinite(s))
+    notes = []
+    if others := sorted(set(scores) - set(names)):
+        notes.append(f"Without a score, not judged: {', '.join(others)}.")
+    points = np.array([[scores[c]] for c in names], float)
+    clean = np.full(len(names), np.nan)
+    if len(names) < 2:
+        notes.append("Nothing to compare: fewer than two clients can be judged.")
+    elif np.ptp(points) <= SAME:
+        notes.append("The scores of all clients are identical; all count as clean.")
+    else:
+        means, member, _ = _mixture(points, seed)
+        clean = member[:, int(means[1, 0] < means[0, 0])]
+    status = {c: "noisy" if p < 0.5 else "clean" for c, p in zip(names, clean)}
+    return _verdict(scores, status, dict(zip(names, clean.tolist())), notes)
+
+
+def suspicious(losses: Tensor, seed: int = 0) -> Tensor:
+    """Samples of the component with the higher mean in a mixture of two Gaussians over their losses ``[N]`` (FedCorr).
+
+    None where all losses are identical or there are fewer than two; a loss that is not finite counts as the largest
+    finite one.
+
+    Args:
+        losses: of one client's samples.
+        seed: of the mixture.
+    """
+    points = losses.detach().cpu().double().numpy()[:, None]
+    finite = np.isfinite(points)
+    points = np.where(finite, points, points[finite].max() if finite.any() else 0.0)
+    if len(points) < 2 or np.ptp(points) <= SAME:
+        return torch.zeros(len(points), dtype=torch.bool)
+    means, member, _ = _mixture(points, seed)
+    return torch.from_numpy(member.argmax(axis=1) == int(means[1, 0] > means[0, 0]))
 
 
 def _scaled(table: np.ndarray) -> np.ndarray:
