@@ -191,8 +191,8 @@ def _swap_score(counts: np.ndarray, fit: _Fit, a: int, b: int) -> float:
         return -np.inf
     one, one_variance = _purest(contrast[straight], n[straight], variance[straight])
     swapped = known & (contrast < min(SWAPPED * one, 0))
-    if not swapped.any():
-        return -np.inf
+    if swapped.sum() < 2:
+        return -np.inf  # a single client does not overrule all others
     two, two_variance = _purest(-contrast[swapped], n[swapped], variance[swapped])
     return (two - one) / np.sqrt(one_variance + two_variance + 1e-12)
 
