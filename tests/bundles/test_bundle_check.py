@@ -17,7 +17,7 @@ from medfed.errors import ConfigError
 NAMES = ["oct_bscan_classification", "rsna_ich_ct_classification", "isic_dermoscopy_classification"]
 RUNS = "$__import__('os').system('touch ran')"
 # A relative reference is replaced by the name of the key that it stands below: a name that is code becomes code.
-KEY = "a and [0][__import__('os').system('touch ran')"
+KEY = "a and [0][open('ran', 'w').close()"
 
 
 def at(*keys):
