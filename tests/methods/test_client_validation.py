@@ -133,3 +133,27 @@ def test_training_on_a_part_takes_its_own_samples_only():
     assert reply.values["samples"] == 5
     assert (reply.values["steps"], reply.values["more"]) == (1, 1)
     assert torch.equal(reply.group("model")["head.weight"], done.initial["head.weight"])
+
+
+def test_a_client_knows_which_of_its_samples_are_of_one_patient():
+    """By numbers of its own, not by the patients' names."""
+    from types import SimpleNamespace
+
+    from medfed.data.condition_store import ClientView
+    from medfed.experiment import Prepared
+
+    views = {
+        "north": ClientView("north", ("s1", "s2", "s3"), np.array([0, 1, 0])),
+        "south": ClientView("south", ("s4", "s5"), np.array([1, 1])),
+    }
+    patients = {"s1": "Q", "s2": "P", "s3": "Q", "s4": "R", "s5": "S"}
+    prepared = SimpleNamespace(
+        condition=SimpleNamespace(clients=("north", "south"), view=views.__getitem__),
+        rows={s: i for i, s in enumerate(patients)},
+        patients=patients,
+        store=SimpleNamespace(images=np.zeros((5, 1, 4, 4), np.uint8)),
+        _tensor=torch.tensor,
+    )
+    shards = Prepared.shards(prepared)
+    assert shards("north").groups.tolist() == [0, 1, 0]
+    assert shards("south").groups.tolist() == [0, 1]

@@ -118,8 +118,7 @@ def test_with_nobody_left_the_model_stays():
 
 @pytest.mark.parametrize("form", ["published", "as_released"])
 def test_killed_run_goes_on_bitwise(form, tmp_path):
-    workers = 2 if form == "published" else 1
-    killed_and_resumed({"name": "q_fedavg", "form": form, "q": 2.0, "salt": True}, tmp_path, 2, workers=workers)
+    killed_and_resumed({"name": "q_fedavg", "form": form, "q": 2.0, "salt": True}, tmp_path, 2)
 
 
 def test_several_labels_and_salt():

@@ -1,0 +1,39 @@
+"""The fair methods for two rounds on real B-scans of five clients."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_contract_staged import CHANGES, clients  # noqa: F401 (a fixture)
+from tiny_federation import Federation, distance
+
+SECTIONS = {
+    "agnostic_fl": {"name": "agnostic_fl", "learning_rate": 0.05, "average": False},
+    "agnostic_fl, epochs": {"name": "agnostic_fl", "work": "epochs", "salt": True},
+    "agnostic_fl, as released": {"name": "agnostic_fl", "form": "as_released"},
+    "q_fedavg": {"name": "q_fedavg", "learning_rate": 0.05},
+    "q_fedavg, as released": {"name": "q_fedavg", "form": "as_released", "salt": True},
+    "fairfed": {"name": "fairfed"},
+    "fairfed, as released": {"name": "fairfed", "form": "as_released", "salt": True},
+    "fedce": {"name": "fedce"},
+    "fedce, as released": {"name": "fedce", "form": "as_released", "salt": True},
+    "fedga": {"name": "fedga"},
+    "fedga, as released": {"name": "fedga", "form": "as_released", "salt": True},
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_two_rounds_on_real_images(case, clients):  # noqa: F811
+    done = Federation(SECTIONS[case], clients, rounds=2, bundle_changes=CHANGES).run()
+    for record in done.records:
+        assert len(record["admitted"]) == (1 if case == "agnostic_fl, as released" else 5)
+        assert record["refused"] == record["warnings"] == []
+    assert all(torch.isfinite(t).all() for m in done.models for t in m.values() if t.is_floating_point())
+    assert all((t > 0).all() for m in done.models for n, t in m.items() if n.endswith("running_var"))
+    assert distance(done.models[1], done.models[0]) > 0
+    for round in (1, 2):
+        assert sum(done.column("weight", round).values()) == pytest.approx(1.0)
+        assert all(loss > 0 for loss in done.column("loss", round).values())
+    assert json.dumps(done.records)
