@@ -125,7 +125,7 @@ def toward(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], s
         share: 0 is the start and 1 the end, bit by bit. Between them BatchNorm's variances stay positive.
 
     Returns:
-        A new state dict; integer and boolean tensors are those of the end.
+        A new state dict, on the device of the end; integer and boolean tensors are those of the end.
     """
     moved: State = {}
     for name, tensor in end.items():
@@ -133,5 +133,6 @@ def toward(start: Mapping[str, torch.Tensor], end: Mapping[str, torch.Tensor], s
             moved[name] = tensor.detach().clone()
             continue
         wide = _ACCUMULATE.get(tensor.dtype, tensor.dtype)
-        moved[name] = torch.lerp(start[name].to(wide), tensor.to(wide), share).to(tensor.dtype)
+        begin = start[name].to(tensor.device, wide)
+        moved[name] = torch.lerp(begin, tensor.to(wide), share).to(tensor.dtype)
     return moved

@@ -35,7 +35,8 @@ def gram(states: Mapping[str, State], received: State, names: Collection[str]) -
         start = received[name].reshape(-1).split(_BLOCK)
         rows = [state[name].reshape(-1).split(_BLOCK) for state in states.values()]
         for here, *parts in zip(start, *rows):
-            updates = torch.stack(parts).double() - here.double()
+            updates = torch.stack(parts).double()
+            updates -= here.to(updates)
             total += (updates @ updates.T).cpu()
     return total
 
