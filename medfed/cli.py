@@ -226,6 +226,10 @@ def predict(
     study_by: Annotated[
         str, typer.Option(help="What is one study where a file does not say: file, or folder.")
     ] = "file",
+    weights: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Weights of a bundle that lie elsewhere than in its models folder (.pt or .safetensors)."),
+    ] = None,
     sets: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the bundle; not for a run, which knows them."),
@@ -241,7 +245,7 @@ def predict(
 
     if study_by not in ("file", "folder"):
         raise ConfigError(f"'{study_by}' is no grouping.", where="--study-by", fix="Use file or folder.")
-    loaded = load_model(model, parse_sets(sets or []))
+    loaded = load_model(model, parse_sets(sets or []), weights)
     found = judge(loaded, source, out, device=device, study_by=study_by, say=typer.echo)  # type: ignore[arg-type]
     counts = found["counts"]
     typer.echo(f"{counts['processed']} images processed, {counts['not processed']} not; {counts['studies']} studies")

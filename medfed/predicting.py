@@ -43,7 +43,9 @@ class Model:
     round: int | None
 
 
-def load_model(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Model:
+def load_model(
+    path: str | Path, overrides: Mapping[str, Any] | None = None, weights: str | Path | None = None
+) -> Model:
     """Loads a model for prediction.
 
     Args:
@@ -51,6 +53,7 @@ def load_model(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
             ``models/model.pt``.
         overrides: changes of the bundle, e.g. the ``network_name`` that it was trained with; not for a run, which knows
             them.
+        weights: the file, where it lies elsewhere; not for a run.
 
     Raises:
         ConfigError: there is no model, it does not fit the network, or the bundle of a run has changed.
@@ -59,19 +62,20 @@ def load_model(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     path = Path(path).expanduser()
     if (path / META).is_file():
-        if overrides:
-            raise ConfigError("a run has its own settings.", where="--set", fix="Leave them out.")
+        if overrides or weights is not None:
+            raise ConfigError("a run has its own settings and weights.", where=str(path), fix="Leave yours out.")
         file, header = _model_of_run(path)
         bundle = _bundle_of_run(path, header)
         round_: int | None = int(header["round"])
     else:
         bundle, round_ = _bundle(path, overrides or {}), None
-        found = [bundle.root / name for name in _BUNDLE_MODELS if (bundle.root / name).is_file()]
+        places = [Path(weights)] if weights is not None else [bundle.root / name for name in _BUNDLE_MODELS]
+        found = [place for place in places if place.is_file()]
         if not found:
             raise ConfigError(
-                "the bundle has no trained model.",
-                where=str(bundle.root),
-                fix=f"Train it, or put the weights into {_BUNDLE_MODELS[0]}.",
+                "there is no trained model.",
+                where=", ".join(map(str, places)),
+                fix="Train the bundle, put the weights there, or give the file with --weights.",
             )
         file = found[0]
     state = read_weights(file)
