@@ -80,6 +80,7 @@ class Prepared:
         corrupted_rows: row of each test sample corrupted; empty without corruption.
         files: path and frame of each training sample; for a client's own eyes.
         patients: patient of each training sample; for a client's own eyes.
+        public_rows: row of each public sample; empty where there are none.
         findings: what was left out or corrected on the way.
         cohort_name: name of the data set.
         data_hash: sha256 over samples, contents and labels.
@@ -97,6 +98,7 @@ class Prepared:
     corrupted_rows: dict[str, int]
     files: dict[str, tuple[str, int]]
     patients: dict[str, str]
+    public_rows: list[int]
     findings: Findings
     cohort_name: str
     data_hash: str
@@ -117,6 +119,12 @@ class Prepared:
             patients = [self.patients[s] for s in view.samples]
             groups[name] = np.asarray([numbers.setdefault(p, len(numbers)) for p in patients], np.int64)
         return Shards(self.store.images, parts, groups)
+
+    def public(self) -> ArrayDataset | None:
+        """The public images, without labels (-1 each); None where there are none."""
+        if not self.public_rows:
+            return None
+        return self._dataset(self.public_rows, np.full(len(self.public_rows), -1))
 
     def _dataset(self, rows: list[int], labels: np.ndarray) -> ArrayDataset:
         from medfed.data.arrays import ArrayDataset
@@ -196,6 +204,16 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         )
     if experiment.condition.label_noise is not None:
         experiment.condition.label_noise.targets(cohort.task)  # refuses before any image is decoded
+    if (method.public or method.personal) and experiment.engine.kind == "nvflare":
+        raise ConfigError(
+            f"{method.name} runs on the local engine alone.", where="engine.kind", fix="Set engine.kind to local."
+        )
+    if method.public and experiment.condition.public is None:
+        raise ConfigError(
+            f"{method.name} needs public images.",
+            where="condition.public",
+            fix="Set some apart for all methods of the comparison, e.g. with condition.public: {fraction: 0.1}.",
+        )
     bundle = load_bundle(experiment, cohort.task)
     bundle.build_network(seed=0)
     pipeline = bundle.pipeline()
@@ -242,6 +260,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         corrupted_rows=corrupted_rows,
         files=dict(zip(train.table["sample"], zip(train.table["path"], train.table["frame"].tolist()))),
         patients=dict(zip(train.table["sample"], train.table["patient"])),
+        public_rows=[built.rows[s] for s in condition.public],
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),

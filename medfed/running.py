@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,10 @@ from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
 from medfed.federation.loop import Listener, Record, run_rounds
 from medfed.federation.messages import State
 from medfed.federation.participation import round_half_up
-from medfed.federation.server import Engine, Patience, Server
+from medfed.federation.server import Engine, Patience, Server, Workbench
 from medfed.federation.state import ServerState, load_state, save_state, write_tensors
-from medfed.judging import AnnotationJudge, joined
+from medfed.judging import AnnotationJudge
+from medfed.measuring import evaluation
 from medfed.methods.registry import resolve_method
 from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
 from medfed.tracking.records import RecordLog
@@ -243,7 +244,7 @@ def plan_workers(prepared: Prepared) -> tuple[str, int, int]:
     elif device != "cpu":
         workers = 1
     else:
-        samples = len(prepared.rows) / clients * getattr(prepared.settings, "local_epochs", 1)
+        samples = len(prepared.rows) / clients * (getattr(prepared.settings, "local_epochs", 1) or 1)
         workers = choose_workers(prepared.bundle, clients=asked, samples=samples, cores=cores)
     threads = max(1, cores // workers) if engine.threads == "auto" else engine.threads
     return device, workers, threads
@@ -310,6 +311,7 @@ def federate(
         patience=Patience(part.quorum, part.timeout, part.grace),
         dropout=part.dropout,
         save=lambda s: save_state(s, folder.checkpoint),
+        public=None if (public := prepared.public()) is None else Workbench(public, trainer),
     )
     folder.write_meta(status="running", pid=os.getpid())
     tracker = MLflowTracker(folder.path, experiment.tracking)
@@ -319,7 +321,9 @@ def federate(
             prepared.method,
             prepared.settings,
             server,
-            evaluate=evaluation(prepared, trainer, predictions, AnnotationJudge(prepared.condition, folder.clients)),
+            evaluate=evaluation(
+                prepared, trainer, predictions, AnnotationJudge(prepared.condition, folder.clients), folder.clients
+            ),
             append=log.append,
             listeners=[lambda *_: tracker.push(), *listeners],
         )
@@ -331,7 +335,8 @@ def federate(
         raise
     finally:
         engine.close()
-    save_model(folder, server.model, prepared)
+    if not prepared.method.personal:
+        save_model(folder, server.model, prepared)
     folder.write_meta(status="completed", finished=now())
     finish(folder, tracker, say)
 
@@ -350,6 +355,7 @@ def make_engine(
         prepared.shards(),
         folder=folder.clients,
         seed=prepared.experiment.seed,
+        public=prepared.public(),
     )
     if workers == 1:
         trainer = prepared.trainer(device, threads)
@@ -389,28 +395,8 @@ def host_of_run(path: str, device: str, threads: int) -> ClientHost:
         prepared.trainer(device, threads),
         folder.clients,
         prepared.experiment.seed,
+        prepared.public(),
     )
-
-
-def evaluation(
-    prepared: Prepared, trainer: LocalTrainer, predictions: PredictionFiles, judge: Callable[[Server], dict[str, Any]]
-) -> Callable[[Server], dict[str, Any]]:
-    """What is measured after a round: the model in rounds with an evaluation, what the method says of labels always."""
-    plan = prepared.experiment.evaluation
-    evaluator = prepared.evaluator()
-
-    def evaluate(server: Server) -> dict[str, Any]:
-        last = server.round > server.num_rounds - plan.last
-        if server.round % plan.every and not last:
-            return judge(server)
-        trainer.load(server.model)
-        found = evaluator.evaluate(lambda data: trainer.predict(data, plan.batch_size))
-        if plan.keep_predictions:
-            score = found.evaluation["clean"].get("balanced_accuracy")
-            predictions.write(server.round, evaluator.predictions(found), score)
-        return joined(found.record(), judge(server))
-
-    return evaluate
 
 
 def save_model(folder: RunFolder, model: State, prepared: Prepared) -> Path:
@@ -430,7 +416,8 @@ def finish(folder: RunFolder, tracker: Any, say: Say) -> None:
     """Report and tracking at the end; neither can lose the run."""
     from medfed.report.html import write_report
 
-    artifacts = [folder.path / "model.safetensors", folder.path / EXPERIMENT, folder.records]
+    kept = (folder.path / "model.safetensors", folder.path / EXPERIMENT, folder.records)
+    artifacts = [path for path in kept if path.exists()]
     try:
         artifacts.append(write_report(folder.path))
     except Exception as error:

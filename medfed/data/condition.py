@@ -14,8 +14,9 @@ import numpy as np
 from medfed.data import label_noise
 from medfed.data import partition as parts_of
 from medfed.data.cohort import Cohort
-from medfed.data.condition_spec import ConditionSpec, CorruptionSpec, LabelNoiseSpec, PartitionSpec
+from medfed.data.condition_spec import ConditionSpec, CorruptionSpec, LabelNoiseSpec, PartitionSpec, PublicSpec
 from medfed.data.condition_store import NOBODY, ClientView, Condition, Truth, load
+from medfed.data.splits import validation_part
 from medfed.errors import ConfigError, DataError, nearest
 from medfed.seeding import numpy_generator
 
@@ -26,6 +27,7 @@ __all__ = [
     "CorruptionSpec",
     "LabelNoiseSpec",
     "PartitionSpec",
+    "PublicSpec",
     "Truth",
     "generate",
     "load",
@@ -60,6 +62,7 @@ def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[
     if how.shuffle or how.kind != "quality":
         train = train.select(np.argsort(train.table["sample"].to_numpy(dtype=str), kind="stable"))
     test = test.select(np.argsort(test.table["sample"].to_numpy(dtype=str), kind="stable"))
+    train, public = _set_apart(train, spec)
     names, parts = _partition(train, test, spec)
     corrupted, noisy = _corrupted(names, spec), _noisy(names, parts, train, spec)
     owner = np.empty(len(train), dtype=np.int64)
@@ -78,7 +81,19 @@ def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[
         test_clients=label_names[test_owner],
         noisy=noisy,
     )
-    return Condition(spec, train.task, names, _observed(truth, spec, targets), truth, dict(digests or {}))
+    return Condition(spec, train.task, names, _observed(truth, spec, targets), truth, dict(digests or {}), public)
+
+
+def _set_apart(train: Cohort, spec: ConditionSpec) -> tuple[Cohort, tuple[str, ...]]:
+    """The samples that clients hold, and the public ones: of every class about the same share, patients whole."""
+    if spec.public is None:
+        return train, ()
+    patients = train.table["patient"].to_numpy(dtype=str)
+    groups = np.unique(patients, return_inverse=True)[1] if spec.partition.group_by_patient else None
+    generator = numpy_generator(spec.seed, "public images")
+    public = validation_part(train.labels, groups, train.task.num_classes, spec.public.fraction, generator)
+    names = train.table["sample"].to_numpy(dtype=str)[public]
+    return train.select(np.flatnonzero(~public)), tuple(sorted(names.tolist()))
 
 
 def _partition(train: Cohort, test: Cohort, spec: ConditionSpec) -> tuple[tuple[str, ...], list[np.ndarray]]:

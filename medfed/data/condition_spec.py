@@ -212,6 +212,20 @@ def _fault(key: str, what: str, fix: str) -> ConfigError:
     return ConfigError(what, where=f"{NOISE}.{key}", fix=fix)
 
 
+class PublicSpec(BaseModel):
+    """Images that everybody may see: set apart from the training samples before clients get theirs, without labels.
+
+    Methods that need public unlabelled images use them; any other method of the same condition trains without them.
+
+    Args:
+        fraction: share of the training samples; patients stay whole.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fraction: float = Field(default=0.1, gt=0, le=0.5)
+
+
 class ConditionSpec(BaseModel):
     """Everything that a condition is generated from, besides the cohort.
 
@@ -220,6 +234,7 @@ class ConditionSpec(BaseModel):
         partition: how training samples are spread over clients.
         corruption: what is wrong with the images of corrupted clients; None where all images are as they are.
         label_noise: wrong labels at some clients; None where all labels are as they are.
+        public: images without labels that everybody may see; None for none.
         test_fraction: share of the cohort held out where it brings no test split.
         unite_identical: patients who share an identical picture count as one patient, so that it cannot be on both
             sides of a split nor at two clients.
@@ -231,6 +246,7 @@ class ConditionSpec(BaseModel):
     partition: PartitionSpec = PartitionSpec()
     corruption: CorruptionSpec | None = None
     label_noise: LabelNoiseSpec | None = None
+    public: PublicSpec | None = None
     test_fraction: float = Field(default=0.2, gt=0, lt=1)
     unite_identical: bool = True
 

@@ -19,8 +19,8 @@ from medfed.data.condition_spec import ConditionSpec
 from medfed.data.corruption import Corruption
 from medfed.errors import ConfigError, DataError, nearest
 
-FORMAT, WITH_LABEL_NOISE = 1, 2
-"""A condition without label noise is stored and hashed as before there was any."""
+FORMAT, WITH_LABEL_NOISE, WITH_PUBLIC = 1, 2, 3
+"""A condition without label noise or public images is stored and hashed as before there were any."""
 
 NOBODY = np.zeros(0, dtype=np.int64)
 TABLES = ("clients.parquet", "truth.parquet", "test.parquet")
@@ -94,6 +94,7 @@ class Condition:
         observed: the label each training sample carries at its client, in the order of ``truth.samples``.
         truth: what evaluation alone may read.
         digests: content digest by sample, where given.
+        public: samples that everybody may see, without labels; at no client.
     """
 
     spec: ConditionSpec
@@ -102,6 +103,7 @@ class Condition:
     observed: np.ndarray
     truth: Truth
     digests: Mapping[str, str]
+    public: tuple[str, ...] = ()
 
     def view(self, client: str) -> ClientView:
         """What one client knows; its arrays are its own copies.
@@ -252,6 +254,8 @@ class Condition:
         }
         if self.spec.label_noise is not None:
             header |= {"format": WITH_LABEL_NOISE, "noisy": list(self.truth.noisy)}
+        if self.spec.public is not None:
+            header |= {"format": WITH_PUBLIC, "public": [[s, self.digests.get(s, "")] for s in self.public]}
         return header
 
     def _tables(self) -> dict[str, pd.DataFrame]:
@@ -292,7 +296,7 @@ def load(folder: Path | str) -> Condition:
     file = folder / "condition.json"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content["format"] not in (FORMAT, WITH_LABEL_NOISE):
+        if content["format"] not in (FORMAT, WITH_LABEL_NOISE, WITH_PUBLIC):
             raise DataError(f"Format {content['format']} is not known here.", where=str(file), fix="Update medfed.")
         tables = {name: pd.read_parquet(folder / name) for name in TABLES}
         digests = {name: _table_digest(table) for name, table in tables.items()}
@@ -326,7 +330,8 @@ def _assemble(content: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) ->
         return column.astype(str).to_numpy(dtype=object)
 
     owners = text(clients["client"])
-    pairs = [*zip(clients["sample"], clients["digest"]), *zip(test["sample"], test["digest"])]
+    public = [(str(sample), str(digest)) for sample, digest in content.get("public", ())]
+    pairs = [*zip(clients["sample"], clients["digest"]), *zip(test["sample"], test["digest"]), *public]
     return Condition(
         spec=ConditionSpec.model_validate(content["spec"]),
         task=task,
@@ -343,6 +348,7 @@ def _assemble(content: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) ->
             noisy=tuple(content.get("noisy", ())),
         ),
         digests={sample: digest for sample, digest in pairs if digest},
+        public=tuple(sample for sample, _ in public),
     )
 
 

@@ -30,6 +30,7 @@ class ClientHost:
         trainer: the trainer that the clients share one after another.
         folder: where client memories and error logs are kept, one folder a client; None keeps nothing.
         seed: seed of the run.
+        public: images that everybody may see, without labels; None where there are none.
     """
 
     def __init__(
@@ -41,17 +42,19 @@ class ClientHost:
         trainer: LocalTrainer,
         folder: Path | None,
         seed: int,
+        public: ArrayDataset | None = None,
     ):
         self.clients = clients
         self._tasks, self._task, self._data, self._trainer = tasks, task, data, trainer
-        self._folder, self._seed = folder, seed
+        self._folder, self._seed, self._public = folder, seed, public
         self._built: dict[str, Client] = {}
 
     def client(self, name: str) -> Client:
         """The client of a name, built on first use."""
         if name not in self._built:
             memory = ClientMemory(self._folder / client_folder(name) if self._folder else None)
-            self._built[name] = Client(name, self._data(name), self._trainer, self._task, memory, self._seed)
+            data = self._data(name)
+            self._built[name] = Client(name, data, self._trainer, self._task, memory, self._seed, self._public)
         return self._built[name]
 
     def serve(self, name: str, request: Request) -> Message | Refusal:

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from medfed.data.cohort import Task
+from medfed.errors import DataError
 from medfed.federation.memory import ClientMemory
 from medfed.federation.messages import Message, State
 
 if TYPE_CHECKING:
     from medfed.data.arrays import ArrayDataset
     from medfed.training.local import FitResult, LocalTrainer
+
+PUBLIC_FIX = "Set some apart, e.g. with condition.public: {fraction: 0.1}."
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Client:
         task: classes and kind of labels.
         memory: what the client keeps between rounds.
         seed: seed of the run; all randomness of the client comes from (seed, round, client, purpose).
+        public: images that everybody may see, without labels (-1 each); None where there are none.
     """
 
     def __init__(
@@ -63,10 +67,23 @@ class Client:
         task: Task,
         memory: ClientMemory | None = None,
         seed: int = 0,
+        public: ArrayDataset | None = None,
     ):
         self.name, self.data, self.trainer, self.task = name, data, trainer, task
         self.memory = ClientMemory() if memory is None else memory
         self.seed, self.round = seed, 0
+        self._public = public
+
+    @property
+    def public(self) -> ArrayDataset:
+        """Images that everybody may see, without labels (-1 each).
+
+        Raises:
+            DataError: there are none here.
+        """
+        if self._public is None:
+            raise DataError("there are no public images here.", where=self.name, fix=PUBLIC_FIX)
+        return self._public
 
     @property
     def num_samples(self) -> int:

@@ -48,6 +48,10 @@ class Method:
         keeps: what a client keeps between rounds.
         needs: what the method needs beyond labelled images.
         task_kinds: kinds of labels that it admits.
+        public: whether it needs public unlabelled images (``condition.public``), which every client then has as
+            ``client.public`` and the server as ``server.public``.
+        personal: whether every client has a model of its own and there is no global one. Clients keep theirs in their
+            memories under ``model/``, and these are evaluated.
     """
 
     name: str
@@ -60,3 +64,5 @@ class Method:
     keeps: str = "-"
     needs: str = "-"
     task_kinds: tuple[str, ...] = field(default=("multiclass", "multilabel"))
+    public: bool = False
+    personal: bool = False

@@ -8,16 +8,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from medfed.data.cohort import Task
+from medfed.errors import DataError
 from medfed.federation.admission import check_reply
-from medfed.federation.client import Request
+from medfed.federation.client import PUBLIC_FIX, Request
 from medfed.federation.means import Mean, Means
 from medfed.federation.messages import Message, Refusal, Replies, Reply, State, check_plain
 from medfed.federation.participation import dropped, sample_clients
 from medfed.federation.report import RoundReport
 from medfed.federation.state import ServerState
+
+if TYPE_CHECKING:
+    from medfed.data.arrays import ArrayDataset
+    from medfed.training.local import LocalTrainer
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,19 @@ class Patience:
     quorum: int = 1
     timeout: float | None = None
     grace: float | None = None
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """What a server trains and predicts with itself, in methods that ask it to.
+
+    Args:
+        data: public images without labels (-1 each).
+        trainer: a trainer; its resident network may hold anything.
+    """
+
+    data: ArrayDataset
+    trainer: LocalTrainer
 
 
 class Engine(Protocol):
@@ -70,6 +88,7 @@ class Server:
         patience: quorum, timeout and grace.
         dropout: simulation only: probability that a client stays silent in a round.
         save: writes a checkpoint of the state; called by :meth:`once` and after every round.
+        public: public images and a trainer; None where there are none.
     """
 
     def __init__(
@@ -84,11 +103,12 @@ class Server:
         patience: Patience | None = None,
         dropout: float = 0.0,
         save: Callable[[ServerState], object] | None = None,
+        public: Workbench | None = None,
     ):
         self.engine, self.state, self.task = engine, state, task
         self.num_rounds, self.seed, self.fraction, self.dropout = rounds, seed, fraction, dropout
         self.patience = patience or Patience()
-        self._save = save
+        self._save, self._public = save, public
         self._confirmed = state.step
         self._report = RoundReport(state.round)
         self._between_rounds = True
@@ -102,6 +122,17 @@ class Server:
     @model.setter
     def model(self, value: State) -> None:
         self.state.model = value
+
+    @property
+    def public(self) -> Workbench:
+        """Public images, and a trainer to use them.
+
+        Raises:
+            DataError: there are none at the server.
+        """
+        if self._public is None:
+            raise DataError("there are no public images at the server.", where="condition.public", fix=PUBLIC_FIX)
+        return self._public
 
     @property
     def notes(self) -> dict[str, Message]:

@@ -155,6 +155,48 @@ class Evaluator:
                 raise ConfigError(f"the share has rows outside the test set {name!r}.", where=client)
 
 
+def averaged(parts: Mapping[str, Evaluation]) -> Evaluation:
+    """One evaluation of models that belong to clients: the mean over the models of what each is worth.
+
+    Each set's metrics are means over the models for which they are defined. A client's share is measured by its own
+    model. Logits are the logarithm of the mean of the models' probabilities, for the table of predictions.
+
+    Args:
+        parts: the evaluation of each client's model, of the same sets; at least one.
+    """
+    names = sorted(parts)
+    first = parts[names[0]]
+    out = Evaluation({}, {}, [], {})
+    logits = {}
+    for name, scores in first.logits.items():
+        metrics = [parts[c].evaluation[name] for c in names]
+        out.evaluation[name] = {key: _mean([m.get(key) for m in metrics]) for key in metrics[0]}
+        undefined = (f"{name}/{key}" for key, value in out.evaluation[name].items() if value is None)
+        out.undefined.update({key: first.undefined.get(key, "undefined for every model") for key in undefined})
+        total = np.zeros_like(scores)
+        for c in names:
+            shifted = np.exp(parts[c].logits[name] - parts[c].logits[name].max(axis=1, keepdims=True))
+            total += shifted / shifted.sum(axis=1, keepdims=True)
+        logits[name] = np.log(np.maximum(total / len(names), np.finfo(np.float64).tiny))
+    _compare(out.evaluation)
+    clients = {c: own[c] for c in names if c in (own := parts[c].evaluation.get("clients", {}))}
+    if clients:
+        out.evaluation["clients"] = clients
+        out.evaluation["worst_client"] = worst_client(clients)
+        for c in clients:
+            own_prefix = f"clients/{c}/"
+            out.undefined.update({k: why for k, why in parts[c].undefined.items() if k.startswith(own_prefix)})
+    out.warnings.extend(f"{c}: {text}" for c in names for text in parts[c].warnings)
+    return Evaluation(out.evaluation, out.undefined, out.warnings, logits)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    defined = [v for v in values if v is not None]
+    if len(set(defined)) < 2:
+        return defined[0] if defined else None
+    return sum(defined) / len(defined)
+
+
 def worst_client(clients: Mapping[str, Mapping[str, float | None]]) -> dict[str, Any]:
     """The worst value of every metric over the clients for which it is defined.
 

@@ -18,7 +18,7 @@ from medfed.engines.pool import PoolEngine
 from medfed.federation.loop import run_rounds
 from medfed.federation.messages import State
 from medfed.federation.method import Method
-from medfed.federation.server import Server
+from medfed.federation.server import Server, Workbench
 from medfed.federation.state import ServerState, load_state, save_state
 from medfed.methods.registry import resolve_method
 from medfed.training.bundle import TrainingBundle
@@ -101,6 +101,7 @@ class Federation:
         folder: where checkpoint and client memories are kept; a run that is there already goes on.
         workers: worker processes; 1 trains in this one.
         bundle_changes: overrides of the bundle.
+        public: images that everybody may see.
         **options: of the server.
     """
 
@@ -114,6 +115,7 @@ class Federation:
         folder: Path | None = None,
         workers: int = 1,
         bundle_changes: Mapping[str, Any] | None = None,
+        public: ArrayDataset | None = None,
         **options: Any,
     ):
         if isinstance(method, Method):
@@ -129,7 +131,14 @@ class Federation:
             trainer = LocalTrainer(self.bundle, device="cpu", threads=1)
             clients = folder / "clients" if folder else None
             return ClientHost(
-                tuple(data), self.method.tasks, self.task, data.__getitem__, trainer, folder=clients, seed=seed
+                tuple(data),
+                self.method.tasks,
+                self.task,
+                data.__getitem__,
+                trainer,
+                folder=clients,
+                seed=seed,
+                public=public,
             )
 
         engine = LocalEngine(host()) if workers == 1 else PoolEngine(tuple(data), host, workers=workers)
@@ -137,6 +146,8 @@ class Federation:
         state = (load_state(folder / "checkpoint") if folder else None) or ServerState(dict(self.initial))
         if folder:
             options.setdefault("save", lambda s: save_state(s, folder / "checkpoint"))
+        if public is not None:
+            options["public"] = Workbench(public, LocalTrainer(self.bundle, device="cpu", threads=1))
         self.server = Server(engine, state, self.task, rounds=rounds, **options)
         self.models: list[State] = []
         self.records: list[dict[str, Any]] = []
