@@ -26,6 +26,8 @@ METHODS: dict[str, str] = {
     "fedelc": "medfed.methods.fedelc:METHOD",
     "fedcorr": "medfed.methods.fedcorr:METHOD",
     "rofl": "medfed.methods.rofl:METHOD",
+    "rhfl": "medfed.methods.rhfl:METHOD",
+    "fedned": "medfed.methods.fedned:METHOD",
     "fedsir": "medfed.methods.fedsir:METHOD",
     "oct_fedsir": "medfed.methods.oct_fedsir:METHOD",
     "pruning": "medfed.methods.pruning:METHOD",

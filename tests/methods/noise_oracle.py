@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from test_fedism_oracle import DECAY, LR, orders, pixels, theta_of
+import torch
+from test_fedism_oracle import BATCH, DECAY, LR, pixels, theta_of
+
+from medfed.seeding import torch_generator
 
 __all__ = ["adam", "followed", "mean_of", "numeric", "ones", "pixels", "softmax", "theta_of"]
 
@@ -32,8 +35,13 @@ def adam(theta, steps, gradient: Callable, decay: float = DECAY) -> np.ndarray:
 
 
 def followed(data, name, round, epochs, purpose=()):
-    """The batches of a client in a round, as indices."""
-    return orders(0, round, *((name, *purpose) if purpose else (name,)), len(data), epochs)
+    """The batches of a client in a round, as indices; a last batch of one joins the one before."""
+    generator, samples = torch_generator("shuffle", 0, round, name, *purpose), len(data)
+    cuts = list(range(BATCH, samples, BATCH))
+    if cuts and samples - cuts[-1] == 1:
+        cuts.pop()
+    for _ in range(epochs):
+        yield from np.split(torch.randperm(samples, generator=generator).numpy(), cuts)
 
 
 def numeric(loss: Callable, theta: np.ndarray, h: float = 1e-6) -> np.ndarray:

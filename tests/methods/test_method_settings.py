@@ -16,7 +16,7 @@ def test_every_method_is_found_under_its_name_with_tasks_and_defaults(name):
     assert settings.learning_rate is None
 
 
-EPOCHS = {"fednoro": 5, "fedlsr": 5, "fedelc": 5, "fedcorr": 5, "rofl": 5, "fedned": 10}
+EPOCHS = {"fednoro": 5, "fedlsr": 5, "fedelc": 5, "fedcorr": 5, "rofl": 5, "rhfl": None, "fedned": 10}
 PLAIN = ("fedlsr", "fedcorr", "rofl", "rhfl", "fedned")  # published without logit adjustment
 
 
