@@ -193,6 +193,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     from medfed.training.local import resolve_device
 
     method, settings = resolve_method(experiment.method)
+    advice = settings.check(experiment.rounds)
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
     cohort = read_section(experiment.cohort, progress)
@@ -264,7 +265,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),
-        warnings=[*cautions(cohort, built.rows), *condition.warnings],
+        warnings=[*advice, *cautions(cohort, built.rows), *condition.warnings],
     )
 
 

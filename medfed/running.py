@@ -91,7 +91,7 @@ def start_all(
             changes += [] if seed is None else [f"seed={seed}"]
             planned.append(load_experiment(config, changes))
     for experiment in planned:
-        resolve_method(experiment.method)
+        resolve_method(experiment.method)[1].check(experiment.rounds)
     paths = []
     for experiment in planned:
         with screen:

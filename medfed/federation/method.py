@@ -6,7 +6,7 @@ The program is plain sequential code, a generator over a ``server`` that yields 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,27 @@ class MethodSettings(BaseModel):
     def depends_on_rounds(self) -> bool:
         """Whether what happens in a round depends on how many rounds there are in all."""
         return False
+
+    def check(self, rounds: int) -> list[str]:
+        """What a person should know of these settings before a run of so many rounds; asked before anything slow.
+
+        Args:
+            rounds: of the run.
+
+        Raises:
+            ConfigError: they cannot work in so many rounds.
+        """
+        return []
+
+    def idle(self, names: Collection[str], when: str) -> list[str]:
+        """A caution that settings which were given have no effect; none where none of them was.
+
+        Args:
+            names: the settings.
+            when: under which other setting that is so.
+        """
+        given = [name for name in type(self).model_fields if name in names and name in self.model_fields_set]
+        return [f"no effect with method.{when}: {', '.join(f'method.{name}' for name in given)}"] if given else []
 
 
 @dataclass(frozen=True)

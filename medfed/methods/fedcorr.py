@@ -79,6 +79,19 @@ class FedCorrSettings(NoisyTraining):
         """Whether fine-tuning ends after a share of the rounds."""
         return self.fine_tuning is None
 
+    def check(self, rounds: int) -> list[str]:
+        """Refuses iterations that leave no round for the other stages."""
+        if self.iterations >= rounds:
+            fix = (
+                f"Set method.iterations to {max(1, rounds // 10)}, or raise rounds." if rounds > 1 else "Raise rounds."
+            )
+            raise ConfigError(
+                f"{self.iterations} iterations of pre-processing leave none of {rounds} rounds.",
+                where="method.iterations",
+                fix=fix,
+            )
+        return super().check(rounds)
+
     def training(self) -> dict[str, Any]:
         """The plain values of a request to train."""
         return {**self.request(), "mixup": self.mixup, "released": self.form == "as_released"}
@@ -244,12 +257,7 @@ def program(server: Server, settings: FedCorrSettings) -> Iterator[RoundReport]:
     Raises:
         ConfigError: the iterations leave no round for the other stages.
     """
-    if settings.iterations >= server.num_rounds:
-        raise ConfigError(
-            f"{settings.iterations} iterations of pre-processing leave none of {server.num_rounds} rounds.",
-            where="method.iterations",
-            fix=f"Set method.iterations to {max(1, server.num_rounds // 10)}, or raise rounds.",
-        )
+    settings.check(server.num_rounds)
     for _ in server.rounds(until=settings.iterations):
         yield iteration(server, settings)
     tuned = settings.tuned(server.num_rounds)

@@ -58,6 +58,11 @@ class FedELCSettings(NoisyTraining):
     label_rate: float = Field(1000.0, ge=0)
     daagg: bool = True
 
+    def check(self, rounds: int) -> list[str]:
+        """Refuses a warm-up that leaves no round for the second stage."""
+        check_warmup(self.warmup, rounds)
+        return super().check(rounds)
+
 
 class LabelCorrection:
     """The objective of noisy clients, which also gathers the gradients of the label logits.
@@ -173,7 +178,7 @@ def program(server: Server, settings: FedELCSettings) -> Iterator[RoundReport]:
     Raises:
         ConfigError: the warm-up leaves no round for the second stage.
     """
-    check_warmup(server, settings.warmup)
+    check_warmup(settings.warmup, server.num_rounds)
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for _ in server.rounds():

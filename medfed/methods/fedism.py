@@ -25,7 +25,7 @@ from medfed.federation.client import Client
 from medfed.federation.messages import Message
 from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
-from medfed.methods.local_training import LocalTraining, Salt, train
+from medfed.methods.local_training import Ball, LocalTraining, Salt, train
 
 NUMBERS = ("samples", "sharpness", "received_loss")
 
@@ -49,7 +49,7 @@ class FedISMSettings(LocalTraining):
 
     salt: Salt | None = Salt()
     saga: bool = True
-    measure: Salt | None = None
+    measure: Ball | None = None
     q: float = Field(2.0, ge=0)
     beta: float = Field(0.5, gt=0, le=1)
     saga_from: int = Field(1, ge=1)
@@ -67,12 +67,18 @@ class FedISMSettings(LocalTraining):
         return super().depends_on_rounds or self.probe.power > 0
 
     @property
-    def probe(self) -> Salt:
+    def probe(self) -> Ball:
         """Radius of the measured sharpness."""
         if self.measure is not None:
             return self.measure
         salt = self.salt or type(self).model_fields["salt"].default
         return salt.model_copy(update={"radius": "constant"}) if salt.radius == "bounded" else salt
+
+
+class GrowingBall(Ball):
+    """As :class:`Ball`, with FedISM+'s schedule unless ``power`` says otherwise."""
+
+    power: float = Field(0.5, ge=0)
 
 
 class GrowingSalt(Salt):
@@ -85,7 +91,7 @@ class FedISMPlusSettings(FedISMSettings):
     """FedISM+: as FedISM, with a radius that grows over the rounds, in training and in the measurement."""
 
     salt: GrowingSalt | None = GrowingSalt()
-    measure: GrowingSalt | None = None
+    measure: GrowingBall | None = None
 
 
 def sharpness(client: Client, message: Message) -> Message:

@@ -25,7 +25,7 @@ from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
 from medfed.methods import fedavg
 from medfed.methods.local_training import train
-from medfed.methods.noise_aware import NoisyTraining, ramp_up, train_noise_aware
+from medfed.methods.noise_aware import NoisyTraining, ramp_up, short_ramp, train_noise_aware
 
 if TYPE_CHECKING:
     from medfed.reliability.identification import Verdict
@@ -57,10 +57,23 @@ class FedNoRoSettings(NoisyTraining):
     least_count: float = Field(0.0, ge=0)
     daagg: bool = True
 
+    @property
+    def ramp(self) -> tuple[int, int]:
+        """Rounds, counted from 0, between which the teacher's weight rises."""
+        return (self.warmup if self.ramp_begin is None else self.ramp_begin), self.ramp_end
+
+    def check(self, rounds: int) -> list[str]:
+        """Says where the ramp is longer than the run.
+
+        Raises:
+            ConfigError: the warm-up leaves no round for the second stage.
+        """
+        check_warmup(self.warmup, rounds)
+        return super().check(rounds) + (short_ramp(rounds, *self.ramp) if self.teacher_weight else [])
+
     def weight(self, round: int) -> float:
         """Weight of the teacher in a round, counted from 1."""
-        begin = self.warmup if self.ramp_begin is None else self.ramp_begin
-        return self.teacher_weight * ramp_up(round, begin, self.ramp_end)
+        return self.teacher_weight * ramp_up(round, *self.ramp)
 
 
 # Clients.
@@ -106,7 +119,7 @@ def program(server: Server, settings: FedNoRoSettings) -> Iterator[RoundReport]:
     Raises:
         ConfigError: the warm-up leaves no round for the second stage.
     """
-    check_warmup(server, settings.warmup)
+    check_warmup(settings.warmup, server.num_rounds)
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for round in server.rounds():
@@ -125,17 +138,16 @@ def program(server: Server, settings: FedNoRoSettings) -> Iterator[RoundReport]:
         yield round_by_status(server, values, verdict, settings.daagg, teacher_weight=weight)
 
 
-def check_warmup(server: Server, warmup: int) -> None:
+def check_warmup(warmup: int, rounds: int) -> None:
     """Refuses a warm-up that leaves no round for what comes after it.
 
     Raises:
         ConfigError: it does.
     """
-    if warmup >= server.num_rounds:
+    if warmup >= rounds:
+        fix = f"Set method.warmup to {max(1, rounds // 10)}, or raise rounds." if rounds > 1 else "Raise rounds."
         raise ConfigError(
-            f"a warm-up of {warmup} rounds leaves none of {server.num_rounds} to train by status.",
-            where="method.warmup",
-            fix=f"Set method.warmup to {max(1, server.num_rounds // 10)}, or raise rounds.",
+            f"a warm-up of {warmup} rounds leaves none of {rounds} to train by status.", where="method.warmup", fix=fix
         )
 
 

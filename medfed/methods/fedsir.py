@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from medfed.federation.method import Method
-from medfed.methods.noise_aware import ramp_up
+from medfed.methods.noise_aware import ramp_up, short_ramp
 from medfed.methods.oct_fedsir import TASKS, OctFedSIRSettings, program
 from medfed.methods.stage_one import StageOne
 
@@ -74,6 +74,13 @@ class FedSIRSettings(OctFedSIRSettings):
         if not isinstance(given, Mapping):
             return given
         return {**FORMS.get(str(given.get("form", "published")), {}), **given}
+
+    def check(self, rounds: int) -> list[str]:
+        """As of OCT-FedSIR; says where the ramp is longer than the run."""
+        found = super().check(rounds)
+        if not self.distillation:
+            return found + self.idle(("ramp_begin", "ramp_end"), "distillation: false")
+        return found + short_ramp(rounds, self.ramp_begin, self.ramp_end)
 
     def weight_of_teacher(self, clean: int, clients: int, round: int) -> float:
         """As of OCT-FedSIR, times the ramp."""

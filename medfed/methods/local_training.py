@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from medfed.training.objectives import Objective
 
 
-class Salt(MethodSettings):
-    """Sharpness-aware local training (FedISM, Eq. 11; GSAM, Zhuang et al. 2022).
+class Ball(MethodSettings):
+    """How far weights are perturbed.
 
     Args:
         rho: radius of the perturbation (0.05 in the paper, for ResNet-18 with BatchNorm).
-        alpha: weight of GSAM's orthogonal component; 0 gives SAM.
         radius: ``constant`` is the paper's: ||e|| = rho. ``relative`` makes it a share of the norm of the weights,
             ``adaptive`` scales each weight's part by its magnitude (ASAM), and ``bounded`` (medfed's own) takes the
             constant radius where the loss then rises by at most ``share`` of itself, and a smaller one elsewhere.
@@ -33,7 +32,6 @@ class Salt(MethodSettings):
     """
 
     rho: float = Field(0.05, gt=0)
-    alpha: float = Field(0.1, ge=0)
     radius: Literal["constant", "relative", "adaptive", "bounded"] = "constant"
     share: float = Field(0.1, gt=0)
     power: float = Field(0.0, ge=0)
@@ -44,6 +42,16 @@ class Salt(MethodSettings):
         rho = self.rho * (round / rounds) ** self.power
         rho = rho * min(1.0, round / self.warmup) if self.warmup else rho
         return {"rho": rho, "radius": self.radius, "share": self.share}
+
+
+class Salt(Ball):
+    """Sharpness-aware local training (FedISM, Eq. 11; GSAM, Zhuang et al. 2022), with a radius as of :class:`Ball`.
+
+    Args:
+        alpha: weight of GSAM's orthogonal component; 0 gives SAM.
+    """
+
+    alpha: float = Field(0.1, ge=0)
 
 
 class LocalTraining(MethodSettings):
@@ -71,6 +79,16 @@ class LocalTraining(MethodSettings):
     def depends_on_rounds(self) -> bool:
         """Whether a radius grows over the rounds."""
         return self.salt is not None and self.salt.power > 0
+
+    def check(self, rounds: int) -> list[str]:
+        """Says where the radius is still rising in the last round."""
+        found = super().check(rounds)
+        if self.salt is not None and self.salt.warmup > rounds:
+            found.append(
+                f"rho rises for {self.salt.warmup} rounds (method.salt.warmup) and reaches "
+                f"{100 * rounds / self.salt.warmup:.2g} % in the last of {rounds}"
+            )
+        return found
 
     def request(self, round: int, rounds: int) -> dict[str, Any]:
         """The plain values of a ``train`` request in one round."""

@@ -118,8 +118,11 @@ def prior_adjusted(client: Client, logit_adjustment: bool = True, least_count: f
 
 
 def _disagreed(client: Client) -> torch.Tensor | None:
-    """``[N]``: samples without an agreed class at the last relabelling; None before the first."""
-    if "audit_proposals" not in client.memory:
+    """``[N]``: samples without an agreed class at the last relabelling; None where there was none.
+
+    Proposals alone are none: a client may get them for its own list without being corrected.
+    """
+    if "labels" not in client.memory or "audit_proposals" not in client.memory:
         return None
     return client.memory["audit_proposals"][-1] < 0
 
@@ -136,3 +139,20 @@ def ramp_up(round: int, begin: int, end: int) -> float:
         return 1.0
     passed = (min(max(round - 1, begin), end) - begin) / (end - begin)
     return math.exp(-5.0 * (1.0 - passed) ** 2)
+
+
+def short_ramp(rounds: int, begin: int, end: int) -> list[str]:
+    """A caution that the ramp of :func:`ramp_up` goes beyond the last round; none where it does not.
+
+    Args:
+        rounds: of the run.
+        begin: b.
+        end: e.
+    """
+    reached = ramp_up(rounds, begin, end)
+    if reached == 1.0:
+        return []
+    return [
+        f"the teacher's weight rises until round {end} (method.ramp_end, counted from 0) and reaches "
+        f"{100 * reached:.2g} % in the last of {rounds} rounds"
+    ]

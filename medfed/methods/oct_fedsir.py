@@ -64,6 +64,17 @@ class OctFedSIRSettings(Identification, Relabelling):
     distil_on: Literal["all", "disagree"] = "all"
     daagg: bool = True
 
+    def check(self, rounds: int) -> list[str]:
+        """As of identification and relabelling; names settings of a distillation that is switched off."""
+        found = super().check(rounds)
+        if not self.distillation:
+            found += self.idle(("teacher_weight", "temperature", "soften_student", "distil_on"), "distillation: false")
+        elif not self.relabel:
+            found += self.idle(("distil_on",), "relabel: false")
+        if not self.relabel and self.identification == "evidence" and rounds <= self.period:
+            found.append(f"no verdict will be revised: method.period is {self.period} and there are {rounds} rounds")
+        return found
+
     def prior(self) -> dict[str, Any]:
         """How logits are adjusted, as plain values."""
         return {"logit_adjustment": self.logit_adjustment, "least_count": self.least_count}

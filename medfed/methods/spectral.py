@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from pydantic import Field
 
+from medfed.errors import ConfigError
 from medfed.federation.client import Client
 from medfed.federation.messages import Message, Replies
 from medfed.federation.method import MethodSettings
@@ -68,6 +69,25 @@ class Relabelling(MethodSettings):
     keep_unknown: bool = False
     correct_undetermined: bool = False
     audit: Literal["all", "noisy"] = "all"
+
+    def check(self, rounds: int) -> list[str]:
+        """Refuses a first checkpoint after the last round; names settings of a relabelling that is switched off.
+
+        Raises:
+            ConfigError: there would be no checkpoint.
+        """
+        found = super().check(rounds)
+        if not self.relabel:
+            return found + self.idle(set(Relabelling.model_fields) - {"relabel", "period"}, when="relabel: false")
+        if not any(self.due(round) for round in range(1, rounds + 1)):
+            fixes = [f"set method.period to {max(1, rounds // 5)}"] if rounds > 1 else []
+            fixes += ["raise rounds", "set method.relabel to false"]
+            raise ConfigError(
+                f"no label would ever be corrected: the first checkpoint comes after {self.period} of {rounds} rounds.",
+                where="method.period",
+                fix=f"{', or '.join(fixes).capitalize()}.",
+            )
+        return found
 
     def due(self, round: int) -> bool:
         """Whether there is a checkpoint before a round, counted from 1."""

@@ -26,6 +26,7 @@ from medfed.federation.method import MethodSettings
 from medfed.methods.noise_aware import prior_adjusted
 
 KEPT = "stage_one/"
+EVIDENCE = "identification: evidence"
 
 
 class StageOne(MethodSettings):
@@ -71,6 +72,15 @@ class Identification(MethodSettings):
     augmented: bool = False
     mixture_seed: int = Field(42, ge=0)
     start: Literal["clean", "initial"] = "clean"
+
+    def check(self, rounds: int) -> list[str]:
+        """Names settings of the descriptors where there are none."""
+        found = super().check(rounds)
+        if self.identification == "evidence":
+            found += self.idle(("balanced", "maximum", "absolute", "min_samples", "augmented"), EVIDENCE)
+            if self.start == "initial":
+                found += self.idle(("stage_one",), f"{EVIDENCE} and method.start: initial")
+        return found
 
     def local(self, prior: Mapping[str, Any]) -> dict[str, Any]:
         """Plain values of the Stage-I training, with the logit adjustment of the rounds unless it has its own."""

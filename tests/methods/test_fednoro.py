@@ -323,11 +323,16 @@ def test_corrected_labels_are_trained_by_those_who_are_not_clean():
 
 
 def test_samples_with_an_agreed_class_do_not_follow_the_teacher():
-    """FedSIR: with every sample agreed it is training without a teacher; with none, or before, with it."""
+    """FedSIR: with every sample agreed it is training without a teacher; with none, or before, with it.
+
+    Proposals of a client that is not corrected, which only its own list is made of, change nothing.
+    """
     n = len(LABELS)
     rows = {"agreed": torch.zeros(1, n).long(), "none": torch.cat([torch.zeros(1, n), -torch.ones(1, n)]).long()}
     models = {}
-    for name, memory in {"before": {}, **{k: {"audit_proposals": v} for k, v in rows.items()}}.items():
+    kept = {k: {"audit_proposals": v, "labels": torch.tensor(LABELS)} for k, v in rows.items()}
+    kept |= {"before": {}, "not corrected": {"audit_proposals": rows["agreed"]}}
+    for name, memory in kept.items():
         for distil in ("all", "disagree"):
             done, client = client_of(**memory)
             told = values(distil_on=distil)

@@ -42,11 +42,11 @@ class Softmax(nn.Module):
 class Normed(nn.Module):
     """Two linear layers in float64 with BatchNorm between them."""
 
-    def __init__(self, num_classes: int = 3):
+    def __init__(self, num_classes: int = 3, width: int = 5):
         super().__init__()
-        self.first = nn.Linear(PIXELS, 5, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
-        self.head = nn.Linear(5, num_classes, dtype=torch.float64)
+        self.first = nn.Linear(PIXELS, width, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(width, dtype=torch.float64)
+        self.head = nn.Linear(width, num_classes, dtype=torch.float64)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(torch.relu(self.norm(self.first(images.flatten(1).double()))))

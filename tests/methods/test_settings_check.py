@@ -1,0 +1,123 @@
+"""Settings against the length of the run: what cannot work is refused, what has no effect is told, before a run."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_federation import Federation, three_clients
+
+from medfed.errors import ConfigError
+from medfed.methods.registry import METHODS, resolve_method
+
+OFF = {"relabel": False}
+EVIDENCE = {"identification": "evidence"}
+
+
+def told(name, rounds, **settings):
+    return resolve_method({"name": name, **settings})[1].check(rounds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_defaults_of_every_method_are_without_caution_in_a_run_as_published(name):
+    assert told(name, 100) == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_program_refuses_a_number_of_rounds_that_its_settings_let_in(name):
+    """What a program finds wrong with its rounds when it starts would be found with the images decoded."""
+    for rounds in (1, 2, 30):
+        try:
+            told(name, rounds)
+        except ConfigError:
+            continue
+        done = Federation(name, three_clients(), rounds=rounds)
+        next(iter(done.method.program(done.server, done.settings)))
+        done.server.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rounds", "words"),
+    [
+        ("fednoro", {}, 10, ["method.warmup", "a warm-up of 10 rounds leaves none of 10", "Set method.warmup to 1"]),
+        ("fednoro", {"warmup": 1}, 1, ["Raise rounds."]),
+        ("oct_fedsir", {}, 20, ["method.period", "after 20 of 20 rounds", "Set method.period to 4", "method.relabel"]),
+        ("oct_fedsir", {"period": 3}, 3, ["after 3 of 3 rounds"]),
+        ("oct_fedsir", {"period": 1}, 1, ["Raise rounds, or set method.relabel to false."]),
+        ("fedsir", EVIDENCE, 5, ["method.period"]),
+    ],
+)
+def test_what_cannot_work_is_refused(name, settings, rounds, words):
+    with pytest.raises(ConfigError) as caught:
+        told(name, rounds, **settings)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rounds"),
+    [
+        ("fednoro", {"warmup": 4, "ramp_end": 4}, 5),
+        ("oct_fedsir", {"period": 4}, 5),
+        ("oct_fedsir", OFF, 1),
+        ("oct_fedsir", {**EVIDENCE, "mixture_seed": 3, "start": "initial"}, 21),
+        ("fedsir", {"ramp_end": 49}, 50),
+        ("fedavg", {"salt": {"warmup": 5}}, 5),
+    ],
+)
+def test_what_just_works_is_let_in(name, settings, rounds):
+    assert told(name, rounds, **settings) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rounds", "words"),
+    [
+        ("oct_fedsir", {**OFF, "kappa": 3, "audit": "noisy"}, 9, ["method.relabel: false: method.kappa, method.audit"]),
+        ("oct_fedsir", {**EVIDENCE, "balanced": False}, 21, ["method.identification: evidence: method.balanced"]),
+        ("pruning", {**EVIDENCE, "stage_one": {"epochs": 1}}, 9, ["method.start: initial: method.stage_one"]),
+        ("oct_fedsir", {"distillation": False, "temperature": 1}, 21, ["distillation: false: method.temperature"]),
+        ("oct_fedsir", {**OFF, "distil_on": "disagree"}, 9, ["method.relabel: false: method.distil_on"]),
+        ("oct_fedsir", {**OFF, **EVIDENCE}, 20, ["no verdict will be revised"]),
+        # exp(-5 (1 - (t - b) / (e - b))^2) of the last round t, counted from 0.
+        ("fedsir", {"period": 1, "ramp_begin": 0, "ramp_end": 10}, 6, ["method.ramp_end", "reaches 29 %"]),
+        ("fednoro", {"warmup": 1, "ramp_end": 11}, 7, ["reaches 29 %"]),
+        ("fedprox", {"salt": {"warmup": 8}}, 2, ["method.salt.warmup", "reaches 25 %"]),
+    ],
+)
+def test_what_has_no_effect_or_not_all_of_it_is_told(name, settings, rounds, words):
+    (caution,) = told(name, rounds, **settings)
+    for word in words:
+        assert word in caution
+
+
+def test_a_run_is_refused_before_its_images_are_read_and_told_its_cautions(tmp_path, monkeypatch):
+    from medfed import experiment
+    from medfed.config import validate
+
+    def never(*_):
+        raise AssertionError("the cohort was read")
+
+    monkeypatch.setattr(experiment, "read_section", never)
+    plan = {"cohort": {"reader": "folder", "root": str(tmp_path)}, "bundle": "oct_bscan_classification", "rounds": 10}
+    with pytest.raises(ConfigError, match="warm-up"):
+        experiment.prepare(validate({**plan, "method": "fednoro"}, "x.yaml"))
+
+
+def test_all_methods_of_a_command_are_checked_before_the_first_starts(tmp_path, monkeypatch):
+    import yaml
+
+    from medfed import running
+    from medfed.console import Screen
+
+    monkeypatch.setattr(running, "prepare", lambda *_, **__: pytest.fail("a run was prepared"))
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "cohort": {"reader": "folder", "root": str(tmp_path)},
+                "bundle": "oct_bscan_classification",
+                "method": "fedavg",
+                "rounds": 10,
+            }
+        )
+    )
+    with pytest.raises(ConfigError, match="checkpoint"):
+        running.start_all(file, [], ["fedavg", "oct_fedsir"], [], Screen())
