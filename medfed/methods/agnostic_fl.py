@@ -147,6 +147,6 @@ METHOD = Method(
     program=program,
     tasks={"gradient": gradient, "train_measured": train_measured, "loss": received_loss, "train": train},
     settings=AgnosticSettings,
-    sends="a gradient instead of a model, loss",
+    sends="mini-batch loss (its model is one gradient step)",
     needs="all clients every round",
 )
