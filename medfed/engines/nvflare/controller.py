@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.client import Client
-from nvflare.apis.controller_spec import ClientTask, SendOrder, Task, TaskCompletionStatus
-from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.event_type import EventType
+from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable
@@ -20,6 +20,8 @@ from medfed.engines.nvflare.serving import serve
 from medfed.engines.nvflare.wire import BODY, OWN, TASK
 from medfed.errors import MedfedError
 
+EMPTY = "sent no answer"
+
 
 class MedfedController(Controller):
     """Runs medfed's server as the job's only workflow.
@@ -30,6 +32,7 @@ class MedfedController(Controller):
     def __init__(self) -> None:
         super().__init__(task_check_period=0.1)
         self._medfed: NVFlareEngine | None = None
+        self._post: NVFlarePost | None = None
         self._clients: dict[str, str] = {}
 
     def start_controller(self, fl_ctx: FLContext) -> None:
@@ -44,12 +47,12 @@ class MedfedController(Controller):
         try:
             plan = read_plan(ServerPlan, workspace.get_app_config_dir(fl_ctx.get_job_id()))
             self._clients = plan.sites
-            post = NVFlarePost(self, abort_signal)
+            self._post = NVFlarePost(self, abort_signal)
 
             def say(text: str) -> None:
                 self.log_info(fl_ctx, text)
 
-            serve(plan, post, Path(workspace.get_root_dir()), say, opened=self._opened)
+            serve(plan, self._post, Path(workspace.get_root_dir()), say, opened=self._opened)
         except Aborted:
             self.log_info(fl_ctx, "the job was stopped; submit it again to go on after the last checkpoint")
         except MedfedError as error:
@@ -57,6 +60,11 @@ class MedfedController(Controller):
         except Exception as error:
             self.log_exception(fl_ctx, "medfed's server failed")
             self.system_panic(f"{type(error).__name__}: {error}", fl_ctx)
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Hears of every task that goes out."""
+        if event_type == EventType.BEFORE_TASK_DATA_FILTER and self._post is not None:
+            self._post.address(fl_ctx)
 
     def _opened(self, engine: NVFlareEngine) -> None:
         self._medfed = engine
@@ -70,7 +78,10 @@ class MedfedController(Controller):
 
 
 class NVFlarePost:
-    """Sends to sites by NVFlare's tasks, one for each site, so that each can have values of its own.
+    """Sends to sites by one task of NVFlare a request.
+
+    One, because NVFlare loses track of a task that it sends again while others stand beside it. What one site alone is
+    told is added to its copy of the task on the way out.
 
     Args:
         controller: schedules the tasks.
@@ -79,35 +90,38 @@ class NVFlarePost:
 
     def __init__(self, controller: Controller, abort_signal: Signal):
         self._controller, self._abort_signal = controller, abort_signal
+        self._own: Mapping[str, str] = {}
 
     def connected(self) -> Collection[str]:
         """The sites that take part in the job and are not known to be gone."""
         gone = self._controller.get_client_disconnect_time
         return {c.name for c in self._controller._engine.get_clients() if gone(c.name) is None}
 
-    def send(self, site: str, data: bytes, own: str, arrived: Arrived) -> Task:
+    def send(self, data: bytes, own: Mapping[str, str], arrived: Arrived) -> Task:
         """See :class:`medfed.engines.nvflare.engine.Post`."""
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             result, client_task.result = client_task.result, None
             code = result.get_return_code()
-            body: Any = result.get(BODY) if code == ReturnCode.OK else None
-            fault = f"failed ({code})" if code != ReturnCode.OK else "sent no answer"
-            arrived(body, fault)
-
-        def done(task: Task, fl_ctx: FLContext) -> None:
-            # Tells of what ended without an answer; what was answered, or taken back by us, is not heard any more.
-            if task.completion_status == TaskCompletionStatus.CLIENT_DEAD:
-                arrived(None, "is not connected any more")
-            elif task.completion_status == TaskCompletionStatus.ERROR:
-                arrived(None, "failed (error in NVFlare)")
+            failed = code != ReturnCode.OK
+            arrived(
+                client_task.client.name, None if failed else result.get(BODY), f"failed ({code})" if failed else EMPTY
+            )
 
         shareable = Shareable()
-        shareable[BODY], shareable[OWN] = data, own
-        task = Task(name=TASK, data=shareable, result_received_cb=received, task_done_cb=done)
+        shareable[BODY] = data
+        self._own = own
+        task = Task(name=TASK, data=shareable, result_received_cb=received)
         with self._controller._engine.new_context() as fl_ctx:
-            self._controller.send(task, fl_ctx, targets=[site], send_order=SendOrder.ANY)
+            self._controller.broadcast(task, fl_ctx, targets=list(own), min_responses=0)
         return task
+
+    def address(self, fl_ctx: FLContext) -> None:
+        """Adds to a task on its way out what its site alone is told; the site is the one NVFlare has authenticated."""
+        data = fl_ctx.get_prop(FLContextKey.TASK_DATA)
+        sent = self._controller.communicator.process_task_check(fl_ctx.get_prop(FLContextKey.TASK_ID), fl_ctx)
+        if sent is not None and isinstance(data, Shareable) and BODY in data:
+            data[OWN] = self._own.get(sent.client.name, "{}")
 
     def cancel(self, sent: object) -> None:
         """Takes back a task; nothing happens where it is over."""

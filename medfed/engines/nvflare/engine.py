@@ -1,7 +1,7 @@
 """The engine of a federation over NVFlare: who is waited for, how long, and whose answer counts.
 
-NVFlare's own rules (``min_responses`` counts failed answers, a task closes at once at its quorum) are not used: each
-client gets a task of its own, and quorum, timeout and grace mean here what they mean everywhere in medfed.
+NVFlare's own rules (``min_responses`` counts failed answers, a task closes at once at its quorum) are not used: quorum,
+timeout and grace mean here what they mean everywhere in medfed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from medfed.federation.messages import Message, Refusal
 from medfed.federation.server import Patience
 from medfed.ledger import Ledger
 
-Arrived = Callable[[Any, str], None]
+Arrived = Callable[[str, Any, str], None]
 POLL = 0.2
+GONE = "is not connected"
 
 
 class Post(Protocol):
@@ -31,12 +32,18 @@ class Post(Protocol):
         """The sites that take part in the job now."""
         ...
 
-    def send(self, site: str, data: bytes, own: str, arrived: Arrived) -> object:
-        """Gives a site a task; ``arrived(answer, fault)`` is called once, with one of the two."""
+    def send(self, data: bytes, own: Mapping[str, str], arrived: Arrived) -> object:
+        """Gives some sites a task.
+
+        Args:
+            data: the request, the same for all.
+            own: for each of these sites what it alone is told.
+            arrived: called with (site, answer, fault) for each answer; the answer is None where there is a fault.
+        """
         ...
 
     def cancel(self, sent: object) -> None:
-        """Takes back a task that is not answered."""
+        """Takes back a task; nothing happens where it is over."""
         ...
 
     def aborted(self) -> bool:
@@ -65,38 +72,41 @@ class Window:
         self._closed = False
         self._news = threading.Condition()
 
-    def put(self, client: str, answer: Message | Refusal, counts: bool) -> bool:
+    def put(
+        self, client: str, answer: Message | Refusal, counts: bool, seen: Callable[[bool], object] = lambda late: None
+    ) -> None:
         """Takes an answer in, unless it is late.
 
         Args:
             client: who answers.
             answer: its reply or refusal.
             counts: whether it counts towards the quorum after which only the grace remains.
+            seen: told whether it is late, before anybody can take it.
         """
         with self._news:
-            if self._closed or self._late() is not None:
-                return False
+            late = self._closed or self._late() is not None
+            seen(late)
+            if late:
+                return
             self._answers[client] = answer
             self._counted += counts
             if counts and self._counted == self._patience.quorum:
                 self._quorum_at = self._clock()
             self._news.notify_all()
-            return True
 
-    def take(self, client: str, aborted: Callable[[], bool]) -> Message | Refusal:
+    def take(self, client: str, hopeless: Callable[[], str | None]) -> Message | Refusal:
         """Waits for a client's answer and hands it out; a refusal where it does not come in time.
 
-        Raises:
-            Aborted: the job is being stopped.
+        Args:
+            client: whose answer.
+            hopeless: asked now and then; gives the reason why no answer will come, or None.
         """
         with self._news:
             while client not in self._answers:
-                reason = self._late()
+                reason = self._late() or hopeless()
                 if reason is not None:
                     return Refusal(client, reason)
-                if aborted():
-                    raise Aborted("the job was stopped")
-                self._news.wait(POLL if self._end() is None else min(POLL, max(0.0, self._end() - self._clock())))
+                self._news.wait(min(POLL, max(0.0, self._end() - self._clock())))
             return self._answers.pop(client)
 
     def close(self) -> None:
@@ -152,30 +162,32 @@ class NVFlareEngine:
             return
         window = Window(patience)
         connected = set(self._post.connected())
-        sent: dict[str, object] = {}
-        for name in clients:
-            site = self._sites[name]
-            if site in connected:
-                arrived = partial(self._arrived, window, request, name)
-                sent[name] = self._post.send(site, data, own_values(request, name), arrived)
-            else:
-                window.put(name, Refusal(name, "is not connected"), counts=False)
+        asked = {self._sites[name]: name for name in clients if self._sites[name] in connected}
+        own = {site: own_values(request, name) for site, name in asked.items()}
+        for name in set(clients) - set(asked.values()):
+            window.put(name, Refusal(name, GONE), counts=False)
+
+        def arrived(site: str, body: Any, fault: str) -> None:
+            name = asked[site]
+            if body is None:
+                window.put(name, Refusal(name, fault), counts=False)
+                return
+            answer = read_answer(body, name, self._run, request.step, self._limit)
+            window.put(name, answer, promising(request, answer), seen=lambda late: self.note(name, body, late))
+
+        sent = self._post.send(data, own, arrived) if own else None
         try:
             for name in clients:
-                yield name, window.take(name, self._post.aborted)
+                yield name, window.take(name, partial(self._hopeless, self._sites[name]))
         finally:
             window.close()
-            for task in sent.values():
-                self._post.cancel(task)
+            if sent is not None:
+                self._post.cancel(sent)
 
-    def _arrived(self, window: Window, request: Request, client: str, data: Any, fault: str) -> None:
-        """An answer has come, or NVFlare says why there is none."""
-        if data is None:
-            window.put(client, Refusal(client, fault), counts=False)
-            return
-        answer = read_answer(data, client, self._run, request.step, self._limit)
-        late = not window.put(client, answer, counts=promising(request, answer))
-        self.note(client, data, late)
+    def _hopeless(self, site: str) -> str | None:
+        if self._post.aborted():
+            raise Aborted("the job was stopped")
+        return None if site in self._post.connected() else GONE
 
     def note(self, client: str, data: Any, late: bool) -> None:
         """Writes down what came, whether or not it is of use."""

@@ -47,20 +47,20 @@ def unpack(data: Any, limit: int | None = None) -> tuple[dict[str, Any], Message
         WireError: not bytes, too many, damaged, or of another schema.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise WireError(f"not a message: {type(data).__name__} instead of bytes")
+        raise WireError(f"no message: {type(data).__name__} instead of bytes")
     if limit is not None and len(data) > limit:
         raise WireError(too_large("a message", len(data), limit))
     data = bytes(data)
     header = _header(data)
     if header.get("schema") != SCHEMA:
-        raise WireError(f"its schema is {header.get('schema')!r}, not {SCHEMA}: the versions of medfed differ")
+        raise WireError(f"a message of schema {header.get('schema')!r}, not {SCHEMA}: the versions of medfed differ")
     try:
         tensors = load(data)
     except (SafetensorError, ValueError, KeyError, RuntimeError):
-        raise WireError("not a message: its tensors are damaged") from None
+        raise WireError("no message: its tensors are damaged") from None
     values, names = header.pop("values", None), header.pop("names", None)
     if not isinstance(values, dict) or not isinstance(names, list) or sorted(map(str, names)) != sorted(tensors):
-        raise WireError("not a message: its header does not describe its content")
+        raise WireError("no message: its header does not describe its content")
     return header, Message({name: tensors[name] for name in names}, values)
 
 
@@ -104,7 +104,7 @@ def read_request(data: Any, own: Any, client: str, run: str, limit: int | None) 
     texts, numbers = ("run", "task"), ("round", "step", "confirmed")
     whole = all(type(header.get(k)) is int for k in numbers) and all(isinstance(header.get(k), str) for k in texts)
     if header.get("kind") != "request" or not whole:
-        raise WireError("not a request")
+        raise WireError("no request")
     if header["run"] != run:
         raise WireError("the request belongs to another run")
     try:
@@ -160,7 +160,7 @@ def _header(data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["medfed"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise WireError("not a message: it has no header of medfed") from None
+        raise WireError("no message: it has no header of medfed") from None
     if not isinstance(header, dict):
-        raise WireError("not a message: it has no header of medfed")
+        raise WireError("no message: it has no header of medfed")
     return header
