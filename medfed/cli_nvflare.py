@@ -52,12 +52,16 @@ def provision(
     org: Annotated[str, typer.Option(help="Organisation: letters, digits, '_'.")] = "medfed",
     port: Annotated[int, typer.Option(help="Port that sites connect to.")] = 8002,
     admin_port: Annotated[int, typer.Option(help="Port that the administrator connects to.")] = 8003,
+    storage: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder on the server's machine for its list of jobs; by default NVFlare's, below /tmp."),
+    ] = None,
 ) -> None:
     """Makes startup kits with `nvflare provision` and closes them: medfed's class only, no log leaves a site."""
     from medfed.engines.nvflare.provisioning import project as content
     from medfed.engines.nvflare.provisioning import provision as make
 
     names = [name.strip() for name in sites.split(",") if name.strip()]
-    kits = make(content(project, server, names, admin, org=org, port=port, admin_port=admin_port), out)
+    kits = make(content(project, server, names, admin, org=org, port=port, admin_port=admin_port), out, storage)
     for name, kit in kits.items():
         typer.echo(f"{name}: {kit}")

@@ -58,12 +58,14 @@ def project(
     }
 
 
-def provision(content: dict[str, Any], out: Path) -> dict[str, Path]:
+def provision(content: dict[str, Any], out: Path, storage: Path | None = None) -> dict[str, Path]:
     """Writes the project file, has NVFlare make the kits, and closes them.
 
     Args:
         content: of the project file; see :func:`project`.
         out: folder for both. Made again with the same content, NVFlare keeps the root certificate.
+        storage: folder on the server's machine where NVFlare keeps its list of jobs; by default NVFlare's own, which is
+            below ``/tmp`` and shared by all servers of a machine.
 
     Returns:
         The kit of each participant.
@@ -90,18 +92,28 @@ def provision(content: dict[str, Any], out: Path) -> dict[str, Path]:
     kits = {p["name"]: made[-1] / p["name"] for p in content["participants"]}
     for participant in content["participants"]:
         if participant["type"] in ("server", "client"):
-            close_kit(kits[participant["name"]], ALLOWED[participant["type"] == "client"])
+            close_kit(kits[participant["name"]], ALLOWED[participant["type"] == "client"], storage)
     return kits
 
 
-def close_kit(kit: Path, allowed: str) -> Path:
-    """Writes ``local/resources.json``: only one class may be built, and no log is streamed."""
+def close_kit(kit: Path, allowed: str, storage: Path | None = None) -> Path:
+    """Writes ``local/resources.json``: only one class may be built, and no log is streamed.
+
+    Args:
+        kit: a startup kit.
+        allowed: the class.
+        storage: where a server keeps its list of jobs.
+    """
     local = kit / "local"
     resources = json.loads((local / "resources.json.default").read_text(encoding="utf-8"))
     resources |= {"class_allow_list": [allowed], "class_list_enforcement_mode": "enforce"}
     if "allow_log_streaming" in resources:
         resources["allow_log_streaming"] = False
     resources["components"] = [c for c in resources.get("components", []) if c.get("id") != "site_log_streamer"]
+    if storage is not None and "snapshot_persistor" in resources:
+        resources["snapshot_persistor"]["args"]["storage"]["args"]["root_dir"] = str(storage / "snapshots")
+        manager = next(c for c in resources["components"] if c["id"] == "job_manager")
+        manager["args"]["uri_root"] = str(storage / "jobs")
     path = local / "resources.json"
     path.write_text(json.dumps(resources, indent=2), encoding="utf-8")
     return path

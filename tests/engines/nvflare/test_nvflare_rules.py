@@ -193,7 +193,7 @@ def test_what_is_no_message_is_refused_by_the_server(tmp_path, body, reason):
 
 def test_another_schema_is_refused_by_the_server(tmp_path):
     ours = pack(Message(), kind="reply", client="c2", run="run-1", step=1)
-    newer = ours.replace(b'"schema": 1', b'"schema": 7')
+    newer = ours.replace(rb"\"schema\": 1", rb"\"schema\": 7")
     assert newer != ours
 
     def spoil(reply):
