@@ -109,7 +109,7 @@ def methods() -> None:
         table.add_row(Text(m.name, style="bold"), Text(m.title))
         for what, text in (
             ("published", m.paper),
-            ("sends", f"model, {m.sends}".removesuffix(", -")),
+            ("sends", m.sends if m.personal else f"model, {m.sends}".removesuffix(", -")),
             ("keeps", m.keeps),
             ("needs", m.needs),
             ("labels", ", ".join(m.task_kinds)),

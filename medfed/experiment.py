@@ -233,6 +233,8 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     check_condition(experiment, condition)
     if line := condition.label_noise_line():
         say(line)
+    if condition.public:
+        say(f"{len(condition.public)} images are public, without labels, and at no client")
     corruption = corruption_of(experiment)
     rows, corrupted_rows = dict(built.rows), {}
     if corruption is not None:

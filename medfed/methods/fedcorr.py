@@ -31,7 +31,7 @@ from medfed.federation.method import Method
 from medfed.federation.participation import sample_clients
 from medfed.federation.server import RoundReport, Server
 from medfed.methods import fedavg
-from medfed.methods.noise_aware import NoisyTraining, prior_adjusted, trained
+from medfed.methods.noise_aware import NoisyTraining, correct_labels, prior_adjusted, trained
 from medfed.seeding import numpy_generator, torch_generator
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from medfed.reliability.identification import Verdict
     from medfed.training.objectives import ClassificationObjective
 
-LABELS, LOSSES = "labels", "losses"
+LOSSES = "losses"
 SHARE = 500 / 950
 """Rounds of fine-tuning among those after pre-processing, in the paper."""
 
@@ -188,7 +188,7 @@ def train(client: Client, message: Message) -> Message:
 
 def current_labels(client: Client) -> torch.Tensor:
     """The labels that the client trains on: corrected ones where it has them."""
-    return client.memory.get(LABELS, client.data.labels)
+    return client.memory.get("labels", client.data.labels)
 
 
 def measured(
@@ -243,9 +243,8 @@ def correct(client: Client, message: Message) -> Message:
     replaced = allowed & (sure > values["confidence"])
     before = current_labels(client)
     labels = torch.where(replaced, proposal, before)
-    client.memory[LABELS] = labels
-    proposed, edited = int((labels != before).sum()), int((labels != client.data.labels).sum())
-    return Message.of({**told, "proposed": proposed, "edited": edited})
+    proposed = int((labels != before).sum())
+    return Message.of({**told, "proposed": proposed, "edited": correct_labels(client, labels)})
 
 
 # The server.

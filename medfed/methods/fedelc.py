@@ -26,12 +26,12 @@ from medfed.federation.server import RoundReport, Server
 from medfed.methods import fedavg
 from medfed.methods.fednoro import check_warmup, class_losses, identified, round_by_status
 from medfed.methods.local_training import train
-from medfed.methods.noise_aware import NoisyTraining, prior_adjusted, trained
+from medfed.methods.noise_aware import NoisyTraining, correct_labels, prior_adjusted, trained
 
 if TYPE_CHECKING:
     from torch import nn
 
-LOGITS, LABELS = "label_logits", "labels"
+LOGITS = "label_logits"
 
 
 class FedELCSettings(NoisyTraining):
@@ -167,9 +167,8 @@ def train_by_status(client: Client, message: Message) -> Message:
     correction = LabelCorrection(labels, logits, values["alpha"], values["beta"], values["label_rate"])
     result = client.fit(objective=correction, on_batch=correction.after, **options)
     logits = merged(correction.logits, client.trainer.predict(client.data), values["scale"])
-    current = logits.argmax(dim=1)
-    client.memory[LOGITS], client.memory[LABELS] = logits, current
-    return trained(client, result, edited=int((current != labels).sum()))
+    client.memory[LOGITS] = logits
+    return trained(client, result, edited=correct_labels(client, logits.argmax(dim=1)))
 
 
 def program(server: Server, settings: FedELCSettings) -> Iterator[RoundReport]:

@@ -32,13 +32,11 @@ from medfed.federation.server import RoundReport, Server
 from medfed.methods import fedavg
 from medfed.methods.fednoro import check_warmup
 from medfed.methods.local_training import train
-from medfed.methods.noise_aware import NoisyTraining, prior_adjusted, trained
+from medfed.methods.noise_aware import NoisyTraining, correct_labels, prior_adjusted, trained
 from medfed.seeding import torch_generator
 
 if TYPE_CHECKING:
     from torch import nn
-
-LABELS = "labels"
 
 
 class FedNedSettings(NoisyTraining):
@@ -75,6 +73,15 @@ class FedNedSettings(NoisyTraining):
     server_weight_decay: float = Field(0.002, ge=0)
     confidence: float = Field(0.95, ge=0, le=1)
 
+    def check(self, rounds: int) -> list[str]:
+        """Refuses a warm-up that leaves no round for the second stage; names settings without effect."""
+        check_warmup(self.warmup, rounds)
+        distilling = ("steps", "server_learning_rate", "server_weight_decay")
+        notes = [] if self.distil else self.idle(distilling, "distil: false")
+        if self.released:
+            notes += self.idle(("distil", *distilling), "form: as_released")
+        return [*super().check(rounds), *notes]
+
     @property
     def released(self) -> bool:
         """Whether the released form is wanted."""
@@ -106,9 +113,8 @@ def train_judged(client: Client, message: Message) -> Message:
     logits = client.trainer.predict(client.data).double()
     sure, proposal = (logits / values["temperature"]).softmax(dim=1).max(dim=1)
     confident = sure >= values["confidence"]
-    observed = client.data.labels
-    labels = torch.where(confident, proposal, observed)
-    client.memory[LABELS] = labels
+    labels = torch.where(confident, proposal, client.data.labels)
+    edited = correct_labels(client, labels)
     rows = confident.nonzero()[:, 0]
     if len(rows) > 1:
         client.fit(client.data.with_labels(labels).subset(rows), objective=objective, purpose="second", **options)
@@ -116,7 +122,7 @@ def train_judged(client: Client, message: Message) -> Message:
     if not values["released"]:
         client.load(received)
     result = client.fit(objective=objective, **options)
-    answer = trained(client, result, confident=len(rows), edited=int((labels != observed).sum()))
+    answer = trained(client, result, confident=len(rows), edited=edited)
     if values["released"]:
         return answer
     return Message({**answer.tensors, **{f"second/{name}": t for name, t in second.items()}}, answer.values)
@@ -132,7 +138,8 @@ def program(server: Server, settings: FedNedSettings) -> Iterator[RoundReport]:
         ConfigError: the warm-up leaves no round for the second stage.
         DataError: there are no public images at the server.
     """
-    check_warmup(server, settings.warmup)
+    check_warmup(settings.warmup, server.num_rounds)
+    _ = server.public  # refuses before the warm-up and not after it
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for _ in server.rounds():

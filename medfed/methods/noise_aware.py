@@ -100,6 +100,23 @@ def trained(client: Client, result: FitResult, **values: Any) -> Message:
     return Message.of({**told, **values}, model=client.model())
 
 
+def correct_labels(client: Client, labels: torch.Tensor) -> int:
+    """Keeps labels of the client's own making, for its later training, for :mod:`medfed.judging` and its own audit.
+
+    Args:
+        client: the client.
+        labels: what it trains on now, int64 ``[N]``.
+
+    Returns:
+        How many of them differ from the observed labels.
+    """
+    changed = labels != client.data.labels
+    client.memory["labels"] = labels
+    client.memory["audit_rounds"] = [client.round]
+    client.memory["audit_proposals"] = torch.where(changed, labels, -1)[None]
+    return int(changed.sum())
+
+
 def prior_adjusted(client: Client, logit_adjustment: bool = True, least_count: float = 1) -> ClassificationObjective:
     """Cross-entropy with the prior of the client's observed labels.
 

@@ -24,7 +24,7 @@ from medfed.federation.client import Client
 from medfed.federation.messages import Message, Replies
 from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
-from medfed.methods.noise_aware import NoisyTraining, prior_adjusted, trained
+from medfed.methods.noise_aware import NoisyTraining, correct_labels, prior_adjusted, trained
 from medfed.seeding import torch_generator
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from medfed.training.objectives import ClassificationObjective
 
-LABELS = "labels"
 TINY = 1e-8
 _SHARE = 0.1
 
@@ -226,10 +225,7 @@ def train(client: Client, message: Message) -> Message:
         epochs=values["epochs"],
         learning_rate=values["learning_rate"],
     )
-    edited = {}
-    if pseudo is not None:
-        client.memory[LABELS] = objective.targets
-        edited = {"edited": int((objective.targets != labels).sum())}
+    edited = {} if pseudo is None else {"edited": correct_labels(client, objective.targets)}
     answer = trained(client, result, **edited)
     return Message({**answer.tensors, "centroids/class": objective.centroids}, answer.values)
 

@@ -115,6 +115,24 @@ def test_both_stages_are_those_of_the_equations(daagg, tmp_path):
         assert np.array_equal(kept[c]["labels"].numpy(), labels[c].argmax(axis=1))
 
 
+def test_client_has_an_audit_list_of_the_labels_that_changed(tmp_path):
+    from medfed.report.audit import work_list
+    from medfed.report.audit_signals import Evidence
+
+    data = six_clients()
+    done = Federation({**SECTION, "label_rate": 2000.0}, data, rounds=4, folder=tmp_path).run()
+    kept = memories(done, tmp_path)
+    edited = done.column("edited", 4)
+    assert sum(edited.values()) > 0
+    for c, count in edited.items():
+        evidence = Evidence.of(kept[c])
+        assert evidence is not None
+        names = [f"s{i}" for i in range(len(data[c]))]
+        files = {s: (s, 0) for s in names}
+        found = work_list(names, data[c].labels.numpy(), ("a", "b", "c"), evidence, files)
+        assert len(found) == found.changed == count
+
+
 def test_edges(tmp_path):
     """Clients that are alike, one client alone, a class that is absent, partial participation, workers."""
     alike = {f"c{k}": client_data([0, 1, 1, 0, 1], seed=3) for k in range(3)}

@@ -159,5 +159,10 @@ def test_settings():
     _, settings = resolve_method({"name": "fedned"})
     assert (settings.warmup, settings.uncertainty, settings.dropout, settings.passes) == (10, 1.2, 0.3, 10)
     assert (settings.steps, settings.temperature, settings.confidence) == (100, 2.0, 0.95)
+    assert settings.check(20) == []
+    idle = resolve_method({"name": "fedned", "distil": False, "steps": 3})[1].check(20)
+    assert idle == ["no effect with method.distil: false: method.steps"]
+    with pytest.raises(ConfigError, match="warm-up of 10 rounds leaves none"):
+        settings.check(10)
     with pytest.raises(ConfigError, match="uncertainty"):
         resolve_method({"name": "fedned", "uncertainty": 0.5})
