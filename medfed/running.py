@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medfed.conducting import conduct, write_beginning
 from medfed.config import Experiment, load_experiment, read_yaml, validate
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
@@ -15,16 +15,14 @@ from medfed.engines.planning import available_cores, choose_workers
 from medfed.engines.pool import PoolEngine
 from medfed.errors import ConfigError, FederationError
 from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
-from medfed.federation.loop import Listener, Record, run_rounds
-from medfed.federation.messages import State
+from medfed.federation.loop import Listener, Record
 from medfed.federation.participation import round_half_up
-from medfed.federation.server import Engine, Patience, Server, Workbench
-from medfed.federation.state import ServerState, load_state, save_state, write_tensors
+from medfed.federation.server import Engine, Workbench
+from medfed.federation.state import ServerState, load_state
 from medfed.judging import AnnotationJudge
 from medfed.measuring import evaluation
 from medfed.methods.registry import resolve_method
-from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
-from medfed.tracking.records import RecordLog
+from medfed.rundir import EXPERIMENT, RunFolder
 from medfed.training.local import resolve_device
 from medfed.training.predictions import PredictionFiles
 
@@ -199,28 +197,18 @@ def new_folder(prepared: Prepared, *, path: Path | None = None, uid: str | None 
     prepared.condition.save(folder.path / "condition")
     write_findings(prepared.findings, folder.path / "findings")
     plan = plan_workers(prepared)
-    folder.write_meta(
-        uid=uid or new_uid(),
-        name=experiment.name,
-        method=prepared.method.name,
-        method_settings=prepared.settings.model_dump(mode="json"),
-        seed=experiment.seed,
+    write_beginning(
+        folder,
+        prepared,
+        uid=uid,
+        clients=prepared.condition.clients,
+        cohort=prepared.cohort_name,
+        plan=plan,
         condition_hash=prepared.condition.hash,
         partition_hash=prepared.condition.partition_hash,
         mislabelled=sum(prepared.condition.mislabelled.values()),
         data_hash=prepared.data_hash,
         initial_model_hash=prepared.initial_model_hash,
-        bundle_hash=prepared.bundle.content_hash(),
-        cohort=prepared.cohort_name,
-        task=prepared.task.kind,
-        classes=list(prepared.task.classes),
-        clients=list(prepared.condition.clients),
-        rounds=experiment.rounds,
-        status="new",
-        started=now(),
-        finished=None,
-        versions=versions(),
-        hardware=hardware(*plan),
         warnings=prepared.warnings,
     )
     return folder
@@ -292,53 +280,23 @@ def federate(
         say: told in one line what is going on.
         listeners: told of every finished round.
     """
-    from medfed.tracking.mlflow_sink import MLflowTracker
-
-    experiment = prepared.experiment
     state = state or ServerState(prepared.initial_model())
-    log = RecordLog(folder.records)
-    log.truncate_after(state.round)
-    predictions = PredictionFiles(folder.path / "predictions", keep_last=experiment.evaluation.keep_predictions)
+    predictions = PredictionFiles(
+        folder.path / "predictions", keep_last=prepared.experiment.evaluation.keep_predictions
+    )
     predictions.truncate_after(state.round)
-    part = experiment.participation
-    server = Server(
+    judge = AnnotationJudge(prepared.condition, folder.clients)
+    conduct(
+        prepared,
+        folder,
         engine,
         state,
-        prepared.task,
-        rounds=experiment.rounds,
-        seed=experiment.seed,
-        fraction=part.fraction,
-        patience=Patience(part.quorum, part.timeout, part.grace),
-        dropout=part.dropout,
-        save=lambda s: save_state(s, folder.checkpoint),
+        evaluation(prepared, trainer, predictions, judge, folder.clients),
         public=None if (public := prepared.public()) is None else Workbench(public, trainer),
+        say=say,
+        listeners=listeners,
+        condition_hash=prepared.condition.hash,
     )
-    folder.write_meta(status="running", pid=os.getpid())
-    tracker = MLflowTracker(folder.path, experiment.tracking)
-    tracker.start()
-    try:
-        run_rounds(
-            prepared.method,
-            prepared.settings,
-            server,
-            evaluate=evaluation(
-                prepared, trainer, predictions, AnnotationJudge(prepared.condition, folder.clients), folder.clients
-            ),
-            append=log.append,
-            listeners=[lambda *_: tracker.push(), *listeners],
-        )
-    except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
-        tracker.finish(status)
-        say(f"{status.capitalize()} after round {state.round}. Go on with: medfed resume {folder.path}")
-        raise
-    finally:
-        engine.close()
-    if not prepared.method.personal:
-        save_model(folder, server.model, prepared)
-    folder.write_meta(status="completed", finished=now())
-    finish(folder, tracker, say)
 
 
 def make_engine(
@@ -397,32 +355,6 @@ def host_of_run(path: str, device: str, threads: int) -> ClientHost:
         prepared.experiment.seed,
         prepared.public(),
     )
-
-
-def save_model(folder: RunFolder, model: State, prepared: Prepared) -> Path:
-    """Writes the final global model with what is needed to use it."""
-    header = {
-        "round": prepared.experiment.rounds,
-        "method": prepared.method.name,
-        "classes": list(prepared.task.classes),
-        "task": prepared.task.kind,
-        "condition_hash": prepared.condition.hash,
-        "bundle_hash": prepared.bundle.content_hash(),
-    }
-    return write_tensors(folder.path / "model.safetensors", model, header)
-
-
-def finish(folder: RunFolder, tracker: Any, say: Say) -> None:
-    """Report and tracking at the end; neither can lose the run."""
-    from medfed.report.html import write_report
-
-    kept = (folder.path / "model.safetensors", folder.path / EXPERIMENT, folder.records)
-    artifacts = [path for path in kept if path.exists()]
-    try:
-        artifacts.append(write_report(folder.path))
-    except Exception as error:
-        say(f"The report could not be written ({type(error).__name__}: {error}); the run is complete.")
-    tracker.finish("finished", artifacts=artifacts)
 
 
 __all__ = ["Record", "execute", "resume", "start"]

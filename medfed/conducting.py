@@ -1,0 +1,178 @@
+"""The server's side of a run, with images of its own or without: rounds, final model, report, tracking."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from medfed.config import Experiment
+from medfed.experiment import Say
+from medfed.federation.loop import Listener, run_rounds
+from medfed.federation.messages import State
+from medfed.federation.server import Engine, Patience, Server, Workbench
+from medfed.federation.state import ServerState, save_state, write_tensors
+from medfed.rundir import EXPERIMENT, RunFolder, hardware, new_uid, now, versions
+from medfed.tracking.records import RecordLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from medfed.data.cohort import Task
+    from medfed.federation.method import Method, MethodSettings
+    from medfed.training.bundle import TrainingBundle
+
+
+class Agreed(Protocol):
+    """What the server of a federation needs, with images of its own (:class:`Prepared`) or without."""
+
+    experiment: Experiment
+    method: Method
+    settings: MethodSettings
+    bundle: TrainingBundle
+
+    @property
+    def task(self) -> Task:
+        """Classes and kind of labels."""
+        ...
+
+    def initial_model(self) -> State:
+        """The initial global model."""
+        ...
+
+
+def conduct(
+    agreed: Agreed,
+    folder: RunFolder,
+    engine: Engine,
+    state: ServerState,
+    evaluate: Callable[[Server], dict[str, Any]],
+    *,
+    public: Workbench | None = None,
+    say: Say = lambda _: None,
+    listeners: Sequence[Listener] = (),
+    **header: Any,
+) -> None:
+    """The rounds that remain, final model, report and tracking of a server; see :func:`federate`.
+
+    Args:
+        agreed: what the server needs.
+        folder: the run's folder.
+        engine: moves the messages; closed at the end.
+        state: where the run stands.
+        evaluate: measures after a round.
+        public: images that everybody may see.
+        say: told in one line what is going on.
+        listeners: told of every finished round.
+        **header: further plain values for the file of the final model.
+    """
+    from medfed.tracking.mlflow_sink import MLflowTracker
+
+    experiment, part = agreed.experiment, agreed.experiment.participation
+    log = RecordLog(folder.records)
+    log.truncate_after(state.round)
+    server = Server(
+        engine,
+        state,
+        agreed.task,
+        rounds=experiment.rounds,
+        seed=experiment.seed,
+        fraction=part.fraction,
+        patience=Patience(part.quorum, part.timeout, part.grace),
+        dropout=part.dropout,
+        save=lambda s: save_state(s, folder.checkpoint),
+        public=public,
+    )
+    folder.write_meta(status="running", pid=os.getpid())
+    tracker = MLflowTracker(folder.path, experiment.tracking)
+    tracker.start()
+    try:
+        run_rounds(
+            agreed.method,
+            agreed.settings,
+            server,
+            evaluate=evaluate,
+            append=log.append,
+            listeners=[lambda *_: tracker.push(), *listeners],
+        )
+    except BaseException as error:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
+        tracker.finish(status)
+        say(f"{status.capitalize()} after round {state.round}. Go on with: medfed resume {folder.path}")
+        raise
+    finally:
+        engine.close()
+    if not agreed.method.personal:
+        save_model(folder, server.model, agreed, **header)
+    folder.write_meta(status="completed", finished=now())
+    finish(folder, tracker, say)
+
+
+def write_beginning(
+    folder: RunFolder,
+    agreed: Agreed,
+    *,
+    uid: str | None,
+    clients: Sequence[str],
+    cohort: str,
+    plan: tuple[str, int, int],
+    **facts: Any,
+) -> None:
+    """Writes ``run.json`` as it is before the first round.
+
+    Args:
+        folder: the run's folder.
+        agreed: what the server needs.
+        uid: the run's name that is unique everywhere; made anew by default.
+        clients: names of the clients.
+        cohort: name of the data set.
+        plan: device, workers and threads a worker.
+        **facts: further plain values.
+    """
+    experiment = agreed.experiment
+    folder.write_meta(
+        uid=uid or new_uid(),
+        name=experiment.name,
+        method=agreed.method.name,
+        method_settings=agreed.settings.model_dump(mode="json"),
+        seed=experiment.seed,
+        bundle_hash=agreed.bundle.content_hash(),
+        cohort=cohort,
+        task=agreed.task.kind,
+        classes=list(agreed.task.classes),
+        clients=list(clients),
+        rounds=experiment.rounds,
+        status="new",
+        started=now(),
+        finished=None,
+        versions=versions(),
+        hardware=hardware(*plan),
+        **facts,
+    )
+
+
+def save_model(folder: RunFolder, model: State, agreed: Agreed, **more: Any) -> Path:
+    """Writes the final global model with what is needed to use it."""
+    header = {
+        "round": agreed.experiment.rounds,
+        "method": agreed.method.name,
+        "classes": list(agreed.task.classes),
+        "task": agreed.task.kind,
+        **more,
+        "bundle_hash": agreed.bundle.content_hash(),
+    }
+    return write_tensors(folder.path / "model.safetensors", model, header)
+
+
+def finish(folder: RunFolder, tracker: Any, say: Say) -> None:
+    """Report and tracking at the end; neither can lose the run."""
+    from medfed.report.html import write_report
+
+    kept = (folder.path / "model.safetensors", folder.path / EXPERIMENT, folder.records)
+    artifacts = [path for path in kept if path.exists()]
+    try:
+        artifacts.append(write_report(folder.path))
+    except Exception as error:
+        say(f"The report could not be written ({type(error).__name__}: {error}); the run is complete.")
+    tracker.finish("finished", artifacts=artifacts)
