@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from medfed.data.condition_spec import ConditionSpec
 from medfed.errors import ConfigError, nearest
@@ -100,6 +101,27 @@ class EngineSection(Section):
         return value
 
 
+class SitesSection(Section):
+    """Real hospitals, each with its own images, in place of a cohort that is shared out; see docs/deployment.md.
+
+    Args:
+        names: the sites, by the names of their startup kits.
+        task: ``multiclass`` or ``multilabel``.
+        classes: class names in the order of the network's outputs; no site derives its own.
+    """
+
+    names: list[str] = Field(min_length=1)
+    task: Literal["multiclass", "multilabel"] = "multiclass"
+    classes: list[str] = Field(min_length=2)
+
+    @field_validator("names", "classes")
+    @classmethod
+    def _different(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("must be different names")
+        return value
+
+
 class EvaluationSection(Section):
     """What is measured after a round.
 
@@ -121,7 +143,8 @@ class Experiment(Section):
 
     Args:
         name: short name, part of the run's folder.
-        cohort: whose images.
+        cohort: whose images; with ``sites`` the server's own test images, where it has any.
+        sites: real hospitals with their own images; only for ``medfed nvflare export``.
         condition: split, partition, corruption: the setting that all methods of a comparison share.
         bundle: a MONAI bundle: name of one that ships with medfed, or a folder.
         overrides: bundle keys to change, e.g. ``{batch_size: 16, "network_def::name": resnet18}``.
@@ -138,7 +161,8 @@ class Experiment(Section):
     """
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")
-    cohort: CohortSection
+    cohort: CohortSection | None = None
+    sites: SitesSection | None = None
     condition: ConditionSpec = Field(default_factory=ConditionSpec)
     bundle: str
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -169,6 +193,14 @@ class Experiment(Section):
             if isinstance(condition, dict) and condition.get("seed") is None:
                 data = {**data, "condition": {**condition, "seed": data.get("seed", 0)}}
         return data
+
+    @model_validator(mode="after")
+    def _whose(self) -> Experiment:
+        if self.cohort is None and self.sites is None:
+            raise PydanticCustomError("missing_cohort", "'cohort' is missing")
+        if self.sites is not None and self.engine.kind != "nvflare":
+            raise ValueError("sites are reached with engine.kind nvflare only")
+        return self
 
     @model_validator(mode="after")
     def _waiting(self) -> Experiment:
@@ -267,7 +299,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     for fault in error.errors():
         path = [str(p) for p in fault["loc"]]
         key = ".".join(path) or "the file"
-        if fault["type"] == "extra_forbidden":
+        if fault["type"] == "missing_cohort":
+            lines.append("'cohort' is missing.")
+        elif fault["type"] == "extra_forbidden":
             known = _fields_at(model, path[:-1])
             lines.append(f"unknown key '{key}'. {nearest(path[-1], known)}")
         elif fault["type"] == "missing":

@@ -192,6 +192,12 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     from medfed.data.store import ImageStore
     from medfed.training.local import resolve_device
 
+    if experiment.cohort is None or experiment.sites is not None:
+        raise ConfigError(
+            "the images are at the sites, not here.",
+            where="sites",
+            fix="Write a job for them with `medfed nvflare export`; see docs/deployment.md.",
+        )
     method, settings = resolve_method(experiment.method)
     advice = settings.check(experiment.rounds)
     resolve_device(experiment.engine.device)
@@ -276,7 +282,7 @@ def named(progress: Progress | None, what: str) -> Callable[[int, int], None] | 
     return None if progress is None else lambda done, total: progress(what, done, total)
 
 
-def read_section(section: CohortSection, progress: Progress | None = None) -> Cohort:
+def read_section(section: CohortSection | None, progress: Progress | None = None) -> Cohort:
     """Reads the cohort that the ``cohort`` section of an experiment names.
 
     Args:
@@ -284,9 +290,11 @@ def read_section(section: CohortSection, progress: Progress | None = None) -> Co
         progress: told (what, done, total) while headers are read.
 
     Raises:
-        ConfigError: an unknown reader, or an option that it does not have.
+        ConfigError: no section, an unknown reader, or an option that it does not have.
         DataError: nothing usable is there.
     """
+    if section is None:
+        raise ConfigError("names no images here: they are at the sites.", where="cohort", fix="Name some.")
     reader = get_reader(section.reader)
     try:
         options = reader.Options.model_validate(section.options)

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from medfed.config import Experiment, load_experiment
+from medfed.engines.nvflare.hospitals import agree
 from medfed.engines.nvflare.jobs import write_job
 from medfed.engines.nvflare.plan import ServerPlan, site_names, site_plan
 from medfed.engines.nvflare.shares import write_share
@@ -60,8 +61,13 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("is there already.", where=str(out), fix="Give a new folder.")
     experiment = read_source(source, sets)
-    prepared = prepare(experiment, say=say, progress=progress)
-    run, sites = new_uid(), site_names(prepared.condition.clients)
+    if experiment.sites is not None:
+        agreed = agree(experiment)
+        clients, bundle = agreed.names, agreed.bundle
+    else:
+        prepared = prepare(experiment, say=say, progress=progress)
+        clients, bundle = prepared.condition.clients, prepared.bundle
+    run, sites = new_uid(), site_names(clients)
     server = ServerPlan(
         run=run,
         sites=sites,
@@ -69,9 +75,7 @@ def export(
         experiment=experiment.model_dump(mode="json"),
     )
     least = min(experiment.participation.quorum, len(sites))
-    write_job(
-        out, experiment.name, server, site_plan(experiment, prepared.bundle, run, sites), least=least, interval=0.5
-    )
+    write_job(out, experiment.name, server, site_plan(experiment, bundle, run, sites), least=least, interval=0.5)
     say(f"Job of run {run} for {len(sites)} sites: {', '.join(sites)}")
     return out
 

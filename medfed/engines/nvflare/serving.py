@@ -6,13 +6,15 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from medfed.config import validate
+from medfed.conducting import conduct
+from medfed.config import Experiment, validate
 from medfed.engines.nvflare.engine import NVFlareEngine, Post
+from medfed.engines.nvflare.hospitals import agree
 from medfed.engines.nvflare.plan import ServerPlan
 from medfed.engines.planning import available_cores
 from medfed.errors import FederationError
 from medfed.experiment import Prepared, Say, prepare
-from medfed.federation.state import load_state
+from medfed.federation.state import ServerState, load_state
 from medfed.ledger import LEDGER, Ledger
 from medfed.rundir import META, RunFolder
 from medfed.running import check_unchanged, federate, new_folder
@@ -32,6 +34,9 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
         MedfedError: anything that is wrong with the input, or a federation that cannot go on.
     """
     experiment = validate(plan.experiment, "the job")
+    if experiment.sites is not None:
+        serve_hospitals(plan, experiment, post, workspace, say, opened)
+        return
     prepared = prepare(experiment, say=say)
     missing = sorted(set(prepared.condition.clients) - set(plan.sites.values()))
     if missing:
@@ -54,6 +59,34 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
         opened(engine)
         trainer = prepared.trainer(folder.meta()["hardware"]["device"], available_cores())
         federate(prepared, folder, engine, trainer, state=state, say=say)
+
+
+def serve_hospitals(
+    plan: ServerPlan,
+    experiment: Experiment,
+    post: Post,
+    workspace: Path,
+    say: Say,
+    opened: Callable[[NVFlareEngine], object],
+) -> None:
+    """Runs what remains of a run whose images are at real sites; see :func:`serve`."""
+    agreed, path = agree(experiment), workspace / "medfed" / plan.run
+    if (path / META).is_file():
+        folder = RunFolder.open(path)
+    else:
+        folder = RunFolder.at(path, experiment.dump())
+        agreed.begin(folder, plan.run)
+    with folder.held():
+        state = load_state(folder.checkpoint)
+        if state is not None and state.round >= experiment.rounds and folder.meta()["status"] == "completed":
+            say(f"All {experiment.rounds} rounds are done.")
+            return
+        say(f"Run {folder.path}, after round {state.round if state else 0} of {experiment.rounds}")
+        evaluate = agreed.evaluation(available_cores(), say)
+        ledger = Ledger(folder.path / LEDGER)
+        engine = NVFlareEngine(plan.by_client(), post, run=plan.run, limit=plan.limit, ledger=ledger)
+        opened(engine)
+        conduct(agreed, folder, engine, state or ServerState(agreed.initial_model()), evaluate, say=say)
 
 
 def open_run(prepared: Prepared, path: Path, uid: str) -> RunFolder:
