@@ -161,7 +161,7 @@ def test_with_nobody_left_the_model_stays():
     assert done.server.notes["iterate"].values == {"rounds": 2}
 
 
-@pytest.mark.parametrize("section", [{"salt": True}, {"work": "epochs"}, {"form": "as_released"}])
+@pytest.mark.parametrize("section", [{"salt": True}, {"work": "epochs"}])
 def test_killed_run_goes_on_bitwise(section, tmp_path):
     killed_and_resumed({"name": "agnostic_fl", "learning_rate": 0.1, **section}, tmp_path, 2)
 

@@ -141,9 +141,8 @@ def test_client_that_fails_in_training_or_in_validation():
     assert same_state(done.models[0], done.initial)
 
 
-@pytest.mark.parametrize("form", ["published", "as_released"])
-def test_killed_run_goes_on_bitwise(form, tmp_path):
-    killed_and_resumed({"name": "fedga", "form": form}, tmp_path, 2)
+def test_killed_run_goes_on_bitwise(tmp_path):
+    killed_and_resumed("fedga", tmp_path, 2)
 
 
 def test_several_labels_and_salt():

@@ -116,9 +116,8 @@ def test_with_nobody_left_the_model_stays():
     assert not same_state(done.models[1], done.initial)
 
 
-@pytest.mark.parametrize("form", ["published", "as_released"])
-def test_killed_run_goes_on_bitwise(form, tmp_path):
-    killed_and_resumed({"name": "q_fedavg", "form": form, "q": 2.0, "salt": True}, tmp_path, 2)
+def test_killed_run_goes_on_bitwise(tmp_path):
+    killed_and_resumed({"name": "q_fedavg", "q": 2.0, "salt": True}, tmp_path, 2)
 
 
 def test_several_labels_and_salt():
