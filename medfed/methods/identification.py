@@ -51,7 +51,9 @@ def first_verdict(server: Server, settings: Identification, prior: Mapping[str, 
 def later_verdict(server: Server, settings: Identification, prior: Mapping[str, Any], keep: bool) -> bool:
     """Judges again at a checkpoint.
 
-    ``evidence``: every client looks at its labels with the reference model, and every verdict may change.
+    ``evidence``: every client looks at its labels with the reference model, and every verdict may change. Who does not
+    answer keeps the verdict that it had; where no more than half of the clients answer, so do all, since clients are
+    judged by comparison.
     ``published``: a verdict is for good; only clients that did not answer so far are asked for their descriptors.
 
     Args:
@@ -67,21 +69,20 @@ def later_verdict(server: Server, settings: Identification, prior: Mapping[str, 
     if settings.identification == "evidence":
         request = Message.of({"keep": keep}, reference=reference_model(server))
         replies = server.ask("review", request, clients=server.clients, numbers=("samples", "observed_classes"))
-        if replies:
-            verdict = _judge(server, settings, replies)
+        if 2 * len(replies) > len(server.clients):
+            verdict = _with(_judge(server, settings, replies), replies, before)
             server.notes["verdict"] = tell(server, settings, verdict, replies)
             _count(server, replies)
+        else:
+            few = f"{len(replies)} of {len(server.clients)} clients sent evidence"
+            server.report(replies).warnings.append(f"identification: {few}: the verdict stays")
         return keep
     missing = [c for c in server.clients if c not in server.notes["samples"].values]
     if missing and "initial" in server.notes:
         initial = server.notes["initial"].group("model")
         replies = _ask_identify(server, settings, settings.local(prior), missing, initial)
         if replies:
-            joint = _judge(server, settings, replies)
-            new = set(replies.clients)
-            status = {c: (joint if c in new else before).status[c] for c in server.clients}
-            posterior = {c: (joint if c in new else before).posterior[c] for c in server.clients}
-            verdict = type(before)(status, posterior, joint.note)
+            verdict = _with(_judge(server, settings, replies), replies, before)
             server.notes["verdict"] = tell(server, settings, verdict, replies)
             _count(server, replies)
         if len(replies) == len(missing):
@@ -151,6 +152,9 @@ def _judge(server: Server, settings: Identification, replies: Replies) -> Verdic
 
         earlier = dict(server.notes["evidence"].values) if "evidence" in server.notes else None
         verdict, state = judge({r.client: r.message for r in replies}, earlier, settings.mixture_seed)
+        if earlier and "shares" in earlier:
+            # Those who did not answer this time keep what is pooled of them.
+            state = {**state, "shares": {**earlier["shares"], **state.get("shares", {})}}
         server.notes["evidence"] = Message(values=state)
     else:
         told = dict(server.notes["descriptors"].values) if "descriptors" in server.notes else {}
@@ -165,6 +169,13 @@ def _judge(server: Server, settings: Identification, replies: Replies) -> Verdic
                 described[client] = Descriptors(mean, energy, maximum, pairs=2)
         verdict = published(described, use_maximum=settings.maximum, seed=settings.mixture_seed)
     return _completed(server, verdict)
+
+
+def _with(judged: Verdict, replies: Replies, before: Verdict) -> Verdict:
+    """A new verdict on those who replied, with the earlier one on the others."""
+    latest = {c: judged if c in replies.clients else before for c in before.status}
+    status, posterior = ({c: getattr(v, part)[c] for c, v in latest.items()} for part in ("status", "posterior"))
+    return type(before)(status, posterior, judged.note)
 
 
 def _completed(server: Server, verdict: Verdict) -> Verdict:

@@ -217,6 +217,29 @@ def test_verdict_that_is_revised_gives_the_client_its_labels_back(later, tmp_pat
     assert set(done.server.notes["reference"].values["samples"]) == ({"c0", "c1"} if later == "clean" else {"c0"})
 
 
+@pytest.mark.parametrize("absent", [("c0",), ("c0", "c2", "c4"), tuple(f"c{k}" for k in range(6))], ids=len)
+def test_who_sends_no_evidence_at_a_checkpoint_keeps_its_verdict(absent):
+    """With half of the clients away all verdicts stay: two noisy clients alone would look alike, and so clean."""
+
+    def shy(client, message):
+        if client.name in absent and client.round == 2:
+            raise RuntimeError("asleep")
+        return stage_one.review(client, message)
+
+    section = {**PLAIN, "identification": "evidence"}
+    done, seen = run(section, planted().data, {"review": shy}, rounds=3)
+    done.run()
+    right = {f"c{k}": "noisy" if f"c{k}" in NOISY else "clean" for k in range(6)}
+    verdict = done.server.notes["verdict"].values
+    assert verdict["status"] == right
+    kept = [w for r in done.records for w in r["warnings"] if "the verdict stays" in w]
+    assert len(kept) == (0 if len(absent) < 3 else 1)
+    assert done.server.notes["evidence"].values["shares"].keys() == right.keys()
+    told = done.records[1]["clients"]
+    assert "status" not in told.get("c0", {}) if len(absent) >= 3 else told["c0"]["status"] == "clean"
+    assert [len(r.clients) for task, _, r in seen if task == "review"] == [6 - len(absent), 6]
+
+
 def test_clean_client_that_is_absent_keeps_its_share_in_the_reference():
     world = planted({f"c{k}": (12 + k, 15 - k, 10 + 2 * k) for k in range(6)})
 
