@@ -19,6 +19,11 @@ from medfed.data.condition_spec import ConditionSpec
 from medfed.errors import ConfigError, nearest
 from medfed.tracking.settings import TrackingSettings
 
+KINDS = dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values") | dict.fromkeys(
+    ("list_type", "tuple_type"), "should be a list, e.g. [a, b]"
+)
+"""What pydantic says in terms of Python, as a writer of YAML would say it."""
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused."""
@@ -307,7 +312,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
         elif fault["type"] == "missing":
             lines.append(f"'{key}' is missing.")
         else:
-            lines.append(f"'{key}': {fault['msg'].removeprefix('Value error, ')} (given: {fault['input']!r:.80}).")
+            what = KINDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+            lines.append(f"'{key}': {what} (given: {fault['input']!r:.80}).")
     return lines
 
 

@@ -83,7 +83,8 @@ class Relabelling(MethodSettings):
             fixes = [f"set method.period to {max(1, rounds // 5)}"] if rounds > 1 else []
             fixes += ["raise rounds", "set method.relabel to false"]
             raise ConfigError(
-                f"no label would ever be corrected: the first checkpoint comes after {self.period} of {rounds} rounds.",
+                f"no label would ever be corrected: the first checkpoint comes after round {self.period}, "
+                f"and the last round is {rounds}.",
                 where="method.period",
                 fix=f"{', or '.join(fixes).capitalize()}.",
             )

@@ -55,6 +55,8 @@ def test_fault_is_named_with_what_to_do(data, changes, words):
         ({"engine__workers": 0}, ["workers"]),
         ({"tracking__uri": 3}, ["tracking.uri"]),
         ({"name": "a/b"}, ["'name'"]),
+        ({"condition__label_noise": 0.4}, ["'condition.label_noise': should be a section of keys and values"]),
+        ({"condition__label_noise": {"rate": 0.4, "noisy_clients": "a"}}, ["should be a list, e.g. [a, b]"]),
         ({"participation": {"timeout": 5}}, ["waits for every client", "dropout"]),
     ],
 )

@@ -39,8 +39,13 @@ def test_no_program_refuses_a_number_of_rounds_that_its_settings_let_in(name):
     [
         ("fednoro", {}, 10, ["method.warmup", "a warm-up of 10 rounds leaves none of 10", "Set method.warmup to 1"]),
         ("fednoro", {"warmup": 1}, 1, ["Raise rounds."]),
-        ("oct_fedsir", {}, 20, ["method.period", "after 20 of 20 rounds", "Set method.period to 4", "method.relabel"]),
-        ("oct_fedsir", {"period": 3}, 3, ["after 3 of 3 rounds"]),
+        (
+            "oct_fedsir",
+            {},
+            20,
+            ["method.period", "after round 20, and the last round is 20", "Set method.period to 4", "method.relabel"],
+        ),
+        ("oct_fedsir", {"period": 3}, 3, ["after round 3, and"]),
         ("oct_fedsir", {"period": 1}, 1, ["Raise rounds, or set method.relabel to false."]),
         ("fedsir", EVIDENCE, 5, ["method.period"]),
     ],
