@@ -89,7 +89,9 @@ def check_bundle(
     faults = list(_faults(root, allow))
     faults += walk(dict(overrides or {}), "overrides", allow, paths=(*LOCAL_KEYS, "weights"))
     found = bundle_hash(root)
-    if expected_hash is not None and found != expected_hash.lower():
+    if expected_hash is not None and not re.fullmatch("[0-9a-f]{64}", expected_hash.lower()):
+        faults.append(Fault("hash", "the hash agreed on is none of 64 hexadecimal digits.", "Give all of it."))
+    elif expected_hash is not None and found != expected_hash.lower():
         what = f"it is {found[:12]}, but {expected_hash[:12]} was agreed on."
         faults.append(Fault("hash", what, "Install the same version of the bundle as the others, unchanged."))
     if faults:

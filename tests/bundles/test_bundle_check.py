@@ -243,6 +243,8 @@ def test_hash_covers_the_configuration_and_nothing_else(own):
     own(train=at("batch_size", 64))
     changed = bundle_hash(folder)
     assert changed != first
+    with pytest.raises(BundleRefused, match="64 hexadecimal digits"):
+        check_bundle(folder, changed[:12])
     with pytest.raises(BundleRefused, match=f"it is {changed[:12]}, but {first[:12]} was agreed on"):
         check_bundle(folder, first)
 
