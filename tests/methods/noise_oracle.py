@@ -10,7 +10,18 @@ from test_fedism_oracle import BATCH, DECAY, LR, pixels, theta_of
 
 from medfed.seeding import torch_generator
 
-__all__ = ["adam", "followed", "mean_of", "numeric", "ones", "pixels", "softmax", "theta_of"]
+__all__ = [
+    "adam",
+    "along",
+    "entropy_gradient",
+    "followed",
+    "mean_of",
+    "numeric",
+    "ones",
+    "pixels",
+    "softmax",
+    "theta_of",
+]
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
@@ -53,6 +64,16 @@ def numeric(loss: Callable, theta: np.ndarray, h: float = 1e-6) -> np.ndarray:
         down[at] -= h
         out[at] = (loss(up) - loss(down)) / (2 * h)
     return out
+
+
+def along(p: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Gradient of ``sum_c p_c values_c`` by the logits of p."""
+    return p * (values - (p * values).sum(axis=1, keepdims=True))
+
+
+def entropy_gradient(p: np.ndarray) -> np.ndarray:
+    """Gradient of the entropy of p by its logits."""
+    return along(p, -np.log(p))
 
 
 def mean_of(models, weights):

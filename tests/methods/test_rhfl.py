@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from noise_oracle import adam, followed, numeric, ones, softmax, theta_of
+from noise_oracle import adam, along, followed, numeric, ones, softmax, theta_of
 from planted import memories, watch
 from test_fednoro import six_clients
 from tiny_federation import Federation, client_data, three_clients
@@ -35,6 +35,10 @@ def test_symmetric_cross_entropy():
     z, y = np.random.default_rng(0).normal(0, 3, (6, 4)), np.array([0, 1, 2, 3, 0, 1])
     got = symmetric(torch.tensor(z), torch.tensor(y), 0.1, 1.0)
     assert np.allclose(got, numpy_loss(z, y))
+    want = numeric(lambda at: numpy_loss(at, y).sum(), z)
+    scores = torch.tensor(z, requires_grad=True)
+    symmetric(scores, torch.tensor(y), 0.1, 1.0).sum().backward()
+    assert np.allclose(scores.grad, want, atol=1e-7)
     # Reverse cross-entropy is -log(1e-4) times the probability of the other classes.
     reverse = symmetric(torch.tensor(z), torch.tensor(y), 0.0, 1.0).numpy()
     assert np.allclose(reverse, -math.log(1e-4) * (1 - softmax(z)[np.arange(6), y]))
@@ -61,11 +65,14 @@ def test_a_client_without_earlier_loss_has_no_confidence_of_its_own():
 
 def numpy_own(theta, data, name, round, epochs, purpose):
     x, y = ones(data), data.labels.numpy()
-    return adam(
-        theta,
-        followed(data, name, round, epochs, (purpose,)),
-        lambda local, batch: numeric(lambda at: numpy_loss(x[batch] @ at.T, y[batch]).mean(), local),
-    )
+    hot = np.eye(3)[y]
+
+    def gradient(local, batch):
+        p = softmax(x[batch] @ local.T)
+        toward = 0.1 * (p - hot[batch]) + along(p, -np.log(np.maximum(hot[batch], 1e-4)))
+        return toward.T @ x[batch] / len(batch)
+
+    return adam(theta, followed(data, name, round, epochs, (purpose,)), gradient)
 
 
 def test_rounds_are_those_of_the_equations(tmp_path):

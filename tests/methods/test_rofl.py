@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from noise_oracle import adam, followed, numeric, ones, softmax, theta_of
+from noise_oracle import adam, entropy_gradient, followed, ones, softmax, theta_of
 from planted import memories
 from scipy.spatial.distance import cosine
 from scipy.stats import entropy
@@ -88,15 +88,12 @@ def numpy_train(theta, client, name, round, centroids, *, left_out, use_model):
         state["targets"][batch] = y[batch]
         state["targets"][small] = target
 
-        def loss(at):
-            p = softmax(x[small] @ at.T)
-            return -np.log(p[np.arange(len(small)), target]).mean() + 0.8 * entropy(p, axis=1).mean()
-
         for c in np.unique(y[small]):
             mean = features[small][y[small] == c].mean(axis=0)
             s = unit(state["f"][c], mean) ** 2
             state["f"][c] = (1 - s) * state["f"][c] + s * mean
-        return numeric(loss, local)
+        p = softmax(x[small] @ local.T)
+        return (p - np.eye(3)[target] + 0.8 * entropy_gradient(p)).T @ x[small] / len(small)
 
     local = adam(theta, followed(client, name, round, 2), gradient)
     return local, state["f"], state["targets"]
