@@ -75,7 +75,7 @@ class Desk:
         if request is not None:
             facts |= {"task": request.task, "round": request.round, "step": request.step}
         data = pack_answer(answer, self._client, facts)
-        if len(data) > self._limit:
+        if len(data) > self._limit and isinstance(answer, Message):
             answer = Refusal(self._client, too_large("its reply", len(data), self._limit))
             data = pack_answer(answer, self._client, facts)
         if self._ledger is not None:

@@ -66,7 +66,11 @@ def unpack(data: Any, limit: int | None = None) -> tuple[dict[str, Any], Message
 
 def too_large(what: str, size: int, limit: int) -> str:
     """Says how much too large something is."""
-    return f"{what} of {size / MEGABYTE:.1f} MB is larger than the agreed {limit / MEGABYTE:g} MB"
+    return f"{what} of {_size(size)} is larger than the agreed {_size(limit)}"
+
+
+def _size(count: int) -> str:
+    return f"{count} bytes" if count < MEGABYTE // 10 else f"{count / MEGABYTE:.4g} MB"
 
 
 def pack_request(request: Request, run: str) -> bytes:
