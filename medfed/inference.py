@@ -5,6 +5,8 @@ Every file below the folder ends in the result: with probabilities, or with the 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from medfed.data.readers.scan import scan
 from medfed.data.store_build import Job, Pipeline, Work, make, to_unit
 from medfed.errors import DataError
 from medfed.prediction_files import Rule, write_predictions
+from medfed.training.bundle import PIPELINE_VERSION
 from medfed.training.predict import evaluating
 from medfed.training.weights import state_hash
 
@@ -309,11 +312,6 @@ def preprocessing_hash(*parts: Any) -> str:
     Args:
         *parts: transforms; MONAI's ``Compose`` counts as its parts.
     """
-    import hashlib
-    import json
-
-    from medfed.training.bundle import PIPELINE_VERSION
-
     text = json.dumps([PIPELINE_VERSION, *map(_settings, parts)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -91,6 +91,7 @@ def test_trainer_is_chosen_by_file(overlays, step, loss, small):
     made.run()
 
 
+@pytest.mark.slow
 def test_tracking_in_mlflow(small, tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     made = workflow(NAMES[0], ["sharpness_aware"], small(NAMES[0]), tracking="mlflow")
