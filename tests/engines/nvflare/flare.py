@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +90,8 @@ class Site(threading.Thread):
             self.flare.controller.handle_event(EventType.BEFORE_TASK_DATA_FILTER, context)
         request = fobs.loads(fobs.dumps(data))
         try:
-            reply = self.executor.execute(task, request, SimpleNamespace(), Signal())
+            with self.flare.turns:
+                reply = self.executor.execute(task, request, SimpleNamespace(), Signal())
         except Exception:
             reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
         if self.tamper is not None:
@@ -118,6 +119,8 @@ class Flare:
         limit: most bytes of a message.
         limits: a site's own limit.
         runs: the run that a site believes to be in.
+        tasks: further client tasks.
+        one_at_a_time: sites work in turn: what trains for real shares no process in a real federation.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Flare:
         limits: dict[str, int] | None = None,
         runs: dict[str, str] | None = None,
         tasks: dict[str, Any] | None = None,
+        one_at_a_time: bool = False,
     ):
         self.engine = FakeEngine([name for name in sizes if name not in absent])
         self.communicator = WFCommServer(task_check_period=0.02)
@@ -148,6 +152,7 @@ class Flare:
             {name: name for name in sizes}, post, run=RUN, limit=limit, ledger=Ledger(self.server_ledger)
         )
         self.controller._medfed, self.controller._clients = self.medfed, {name: name for name in sizes}
+        self.turns: Any = threading.Lock() if one_at_a_time else nullcontext()
         self.sites: dict[str, Site] = {}
         self.folder = folder
         known = {**TASKS, **(tasks or {})}
