@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from planted import Planted, corrupted
+from planted_spectra import Planted, corrupted
 
 from medfed.errors import DataError
 from medfed.reliability import identification

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from planted import Planted
+from planted_spectra import Planted
 
 from medfed.errors import DataError
 from medfed.reliability.references import ClassReference, class_reference, consensus, cutoff

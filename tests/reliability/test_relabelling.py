@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import Planted, corrupted
+from planted_spectra import Planted, corrupted
 
 from medfed.reliability.references import ClassReference, class_reference, consensus
 from medfed.reliability.relabelling import agreement, relabel, scores
