@@ -138,7 +138,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def unshared(tensors: State) -> State:
-    # safetensors refuses tensors that share memory; views of one buffer are cloned.
+    """The tensors, those that share memory cloned: safetensors refuses views of one buffer."""
     seen: set[int] = set()
     out: State = {}
     for name, tensor in tensors.items():

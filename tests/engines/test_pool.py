@@ -108,7 +108,7 @@ def test_shared_folder_is_removed(tmp_path):
 
 
 def runs(pid: str) -> bool:
-    """Whether a process still runs: where nobody collects orphans (a container without an init), ended ones stay listed."""
+    """Whether a process still runs; where nobody collects orphans (no init in a container), ended ones stay listed."""
     try:
         return psutil.Process(int(pid)).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
