@@ -7,6 +7,33 @@ from medfed.data.cohort import Cohort
 from medfed.data.condition import Condition
 from medfed.data.splits import straddling_patients
 from medfed.errors import ConfigError, DataError
+from medfed.federation.method import Method
+
+
+def check_method(experiment: Experiment, method: Method, kind: str | None = None) -> None:
+    """Refuses a method that an experiment does not admit.
+
+    Args:
+        experiment: the validated experiment.
+        method: its method.
+        kind: kind of the labels; None where it is not known yet.
+    """
+    if kind is not None and kind not in method.task_kinds:
+        raise ConfigError(
+            f"{method.name} does not admit {kind} labels.",
+            where="method",
+            fix="Use a multiclass reading of the labels, or another method.",
+        )
+    if (method.public or method.personal) and experiment.engine.kind == "nvflare":
+        raise ConfigError(
+            f"{method.name} runs on the local engine alone.", where="engine.kind", fix="Set engine.kind to local."
+        )
+    if method.public and experiment.condition.public is None:
+        raise ConfigError(
+            f"{method.name} needs public images.",
+            where="condition.public",
+            fix="Set some apart for all methods of the comparison, e.g. with condition.public: {fraction: 0.1}.",
+        )
 
 
 def check_parts(train: Cohort, test: Cohort) -> None:

@@ -252,11 +252,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_sets(data: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
-    """Applies ``key.sub=value`` changes; values are read as YAML. Returns a new mapping.
-
-    Bundle keys hold ``::`` and may hold dots; below ``overrides`` the rest of the path is one key.
-    """
-    data = dict(data)
+    """Applies ``key.sub=value`` changes; values are read as YAML. Returns a new mapping; see :func:`apply_change`."""
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or not key:
@@ -265,20 +261,36 @@ def apply_sets(data: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ConfigError(f"the value of '{key}' is not valid YAML.", where="--set", fix="Quote it.") from None
-        parts = key.split(".", 1) if key.startswith("overrides.") else key.split(".")
-        if parts == ["method"]:
-            data["method"] = parsed
-            continue
-        node = data
-        for part in parts[:-1]:
-            child = node.get(part)
-            if part == "method" and isinstance(child, str):
-                child = {"name": child}
-            if child is not None and not isinstance(child, dict):
-                raise ConfigError(f"'{part}' is not a section.", where=f"--set {key}", fix="Check the key.")
-            node[part] = dict(child or {})
-            node = node[part]
-        node[parts[-1]] = parsed
+        data = apply_change(data, key, parsed, f"--set {key}")
+    return data
+
+
+def apply_change(data: Mapping[str, Any], key: str, value: Any, where: str) -> dict[str, Any]:
+    """A new mapping in which one key has another value.
+
+    Bundle keys hold ``::`` and may hold dots; below ``overrides`` the rest of the path is one key.
+
+    Args:
+        data: the experiment as read from YAML.
+        key: dotted name.
+        value: its new value.
+        where: named in messages.
+
+    Raises:
+        ConfigError: a part of the path is no section.
+    """
+    data = dict(data)
+    parts = key.split(".", 1) if key.startswith("overrides.") else key.split(".")
+    node = data
+    for part in parts[:-1]:
+        child = node.get(part)
+        if part == "method" and isinstance(child, str):
+            child = {"name": child}
+        if child is not None and not isinstance(child, dict):
+            raise ConfigError(f"'{part}' is not a section.", where=where, fix="Check the key.")
+        node[part] = dict(child or {})
+        node = node[part]
+    node[parts[-1]] = value
     return data
 
 
@@ -331,10 +343,14 @@ def _fields_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 def load_experiment(path: Path, sets: Iterable[str] = ()) -> Experiment:
     """Reads and validates an experiment file; relative ``cohort.root`` and ``bundle`` folders start at the file."""
-    data = apply_sets(read_yaml(path), sets)
+    return validate(rooted(apply_sets(read_yaml(path), sets), path.parent), str(path))
+
+
+def rooted(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """An experiment whose relative ``cohort.root`` starts at a folder, where it is not found from here."""
     cohort = data.get("cohort")
     if isinstance(cohort, dict) and isinstance(cohort.get("root"), str):
         root = Path(os.path.expanduser(os.path.expandvars(cohort["root"])))
-        if not root.is_absolute() and not root.exists() and (path.parent / root).exists():
-            data["cohort"] = {**cohort, "root": str((path.parent / root).resolve())}
-    return validate(data, str(path))
+        if not root.is_absolute() and not root.exists() and (folder / root).exists():
+            return {**data, "cohort": {**cohort, "root": str((folder / root).resolve())}}
+    return data

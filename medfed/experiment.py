@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from medfed.checks import cautions, check_condition, check_parts
+from medfed.checks import cautions, check_condition, check_method, check_parts
 from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
@@ -203,24 +203,9 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
     cohort = read_section(experiment.cohort, progress)
-    if cohort.task.kind not in method.task_kinds:
-        raise ConfigError(
-            f"{method.name} does not admit {cohort.task.kind} labels.",
-            where="method",
-            fix="Use a multiclass reading of the labels, or another method.",
-        )
+    check_method(experiment, method, cohort.task.kind)
     if experiment.condition.label_noise is not None:
         experiment.condition.label_noise.targets(cohort.task)  # refuses before any image is decoded
-    if (method.public or method.personal) and experiment.engine.kind == "nvflare":
-        raise ConfigError(
-            f"{method.name} runs on the local engine alone.", where="engine.kind", fix="Set engine.kind to local."
-        )
-    if method.public and experiment.condition.public is None:
-        raise ConfigError(
-            f"{method.name} needs public images.",
-            where="condition.public",
-            fix="Set some apart for all methods of the comparison, e.g. with condition.public: {fraction: 0.1}.",
-        )
     bundle = load_bundle(experiment, cohort.task)
     bundle.build_network(seed=0)
     pipeline = bundle.pipeline()

@@ -84,6 +84,7 @@ def round_line(record: Record, planned: int | None = None) -> str:
     defined = [v for v in losses if v is not None and math.isfinite(v)]
     if defined:
         parts.append(f"loss {math.fsum(defined) / len(defined):.3f}")
+    parts += _labels(record)
     asked, admitted = record.get("asked") or [], record.get("admitted") or []
     seconds = quantity(record, "seconds/total")
     if seconds is not None and math.isfinite(seconds):
@@ -91,3 +92,21 @@ def round_line(record: Record, planned: int | None = None) -> str:
     if len(admitted) < len(asked):
         parts.append(f"{len(admitted)} of {len(asked)} clients")
     return "  ".join(parts)
+
+
+def _labels(record: Record) -> list[str]:
+    """What became of clients and labels in a round with an identification or a relabelling."""
+    server = record.get("server") or {}
+    found = []
+    if isinstance(server.get("clean_clients"), int):
+        judged = [server.get(k) for k in ("clean_clients", "noisy_clients", "undetermined_clients")]
+        found.append(f"{judged[0]} of {sum(n for n in judged if isinstance(n, int))} clients judged clean")
+    if server.get("relabelled"):
+        quality = (record.get("evaluation") or {}).get("relabelling") or {}
+        before, after = quality.get("noise_rate"), quality.get("residual_noise")
+        edited = [c["edited"] for c in (record.get("clients") or {}).values() if isinstance(c.get("edited"), int)]
+        if before is not None and after is not None:
+            found.append(f"wrong labels {100 * before:.1f} % -> {100 * after:.1f} %")
+        elif edited:
+            found.append(f"{sum(edited)} targets changed")
+    return found

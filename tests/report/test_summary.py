@@ -117,3 +117,16 @@ def test_choose_takes_the_first_recorded_of_each_family():
         "auc_ovo",
         "log_loss",
     ]
+
+
+def test_round_line_of_an_identification_and_of_a_relabelling():
+    judged = record(1, 0.4)
+    judged["server"] = {"clean_clients": 3, "noisy_clients": 6, "undetermined_clients": 1}
+    assert "3 of 10 clients judged clean" in round_line(judged)
+    changed = record(2, 0.4)
+    changed["server"] = {"relabelled": True}
+    changed["clients"] = {"a": {"edited": 4}, "b": {"edited": 3}, "c": {}}
+    assert "7 targets changed" in round_line(changed)
+    changed["evaluation"] = {**changed["evaluation"], "relabelling": {"noise_rate": 0.42, "residual_noise": 0.231}}
+    assert "wrong labels 42.0 % -> 23.1 %" in round_line(changed)
+    assert "judged" not in round_line(record(3, 0.4))
