@@ -52,6 +52,8 @@ def start(
     Raises:
         MedfedError: anything that is wrong with the input, or a federation that cannot go on.
     """
+    if experiment.engine.kind == "nvflare":
+        import medfed.engines.nvflare  # noqa: F401 - says at once where it is not installed
     prepared = prepare(experiment, say=say, progress=progress)
     folder = new_folder(prepared)
     say(f"Run {folder.path}")

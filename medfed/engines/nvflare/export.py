@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,6 +35,16 @@ def read_source(source: Path, sets: Sequence[str] = ()) -> Experiment:
             raise ConfigError("is no run.", where=str(source), fix="Give an experiment file or the folder of a run.")
         return load_experiment(source / EXPERIMENT, sets)
     return load_experiment(source, sets)
+
+
+def rooted(experiment: Experiment) -> dict[str, Any]:
+    """The experiment as plain values, its paths absolute: NVFlare's server starts in a folder of its own."""
+    data = experiment.model_dump(mode="json")
+    if experiment.cohort is not None:
+        data["cohort"]["root"] = str(experiment.cohort.root.resolve())
+    if Path(experiment.bundle).expanduser().is_dir():
+        data["bundle"] = str(Path(experiment.bundle).expanduser().resolve())
+    return {**data, "cache": str(experiment.cache_dir.resolve())}
 
 
 def export(
@@ -72,7 +83,7 @@ def export(
         run=run,
         sites=sites,
         max_message_mb=experiment.engine.max_message_mb,
-        experiment=experiment.model_dump(mode="json"),
+        experiment=rooted(experiment),
     )
     least = min(experiment.participation.quorum, len(sites))
     write_job(out, experiment.name, server, site_plan(experiment, bundle, run, sites), least=least, interval=0.5)

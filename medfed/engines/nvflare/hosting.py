@@ -40,6 +40,7 @@ def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
     Raises:
         ConfigError: the site has no part in the job.
     """
+    plan.enter()
     client = plan.client(site)
     clients = Path(plan.simulation.clients) if plan.simulation else workspace / "medfed" / plan.run
     own = clients / client_folder(client)

@@ -7,6 +7,7 @@ a component of every mapping with a ``path``. The plan for sites holds nothing o
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,12 +35,19 @@ class Plan(BaseModel):
         run: identifies the run: a job that is submitted again goes on with it.
         sites: the client of each site, by site.
         max_message_mb: largest message that is accepted, in MB.
+        cwd: only in a simulation: the folder that relative paths of the experiment start from.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     run: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     sites: dict[str, str]
     max_message_mb: float = Field(gt=0)
+    cwd: str | None = None
+
+    def enter(self) -> None:
+        """Goes to where relative paths start from; NVFlare's processes begin in folders of their own."""
+        if self.cwd is not None:
+            os.chdir(self.cwd)
 
     @property
     def limit(self) -> int:
@@ -156,6 +164,7 @@ def site_plan(
         channels_last=engine.channels_last,
         compile=engine.compile,
         simulation=simulation,
+        cwd=None if simulation is None else os.getcwd(),
     )
 
 

@@ -33,6 +33,7 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
     Raises:
         MedfedError: anything that is wrong with the input, or a federation that cannot go on.
     """
+    plan.enter()
     experiment = validate(plan.experiment, "the job")
     if experiment.sites is not None:
         serve_hospitals(plan, experiment, post, workspace, say, opened)

@@ -66,6 +66,7 @@ def simulate(
         max_message_mb=experiment.engine.max_message_mb,
         experiment=experiment.model_dump(mode="json"),
         folder=str(folder.path.resolve()),
+        cwd=os.getcwd(),
     )
     plan = site_plan(experiment, prepared.bundle, meta["uid"], sites, at)
     least = min(experiment.participation.quorum, len(sites))

@@ -16,6 +16,7 @@ from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
 
 import medfed
 from medfed.config import validate
+from medfed.engines.nvflare.export import rooted
 from medfed.engines.nvflare.jobs import ALLOWED, write_job
 from medfed.engines.nvflare.plan import PLAN, ServerPlan, SitePlan, read_plan, site_names, site_plan
 from medfed.engines.nvflare.provisioning import project, provision
@@ -70,6 +71,15 @@ def test_every_argument_of_the_experiment_is_in_the_exported_json(job, experimen
     assert config["server"]["task_request_interval"] == 0.5
     config = json.loads((job / "medfed_site" / "config" / "config_fed_client.json").read_text())
     assert config["executors"] == [{"tasks": ["*"], "executor": {"path": ALLOWED[1], "args": {}}}]
+
+
+def test_paths_of_the_exported_experiment_are_absolute(experiment, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    relative = experiment.model_copy(update={"cohort": experiment.cohort.model_copy(update={"root": Path("images")})})
+    data = rooted(relative)
+    assert data["cohort"]["root"] == str(tmp_path.resolve() / "images")
+    assert Path(data["cache"]).is_absolute()
+    assert data["bundle"] == "oct_bscan_classification"
 
 
 def test_sites_are_told_no_path_of_the_server(job):

@@ -49,7 +49,8 @@ def made(tmp_path_factory) -> Path:
 
 def both(made: Path, folder: Path, kind: str, changes: dict[str, Any]) -> tuple[Path, Path]:
     data = changed(tiny_experiment(made / kind, made / "cache", folder / "runs"), changes)
-    data["cohort"]["root"] = str(made / kind)
+    data |= {"cache": "cache"}
+    data["cohort"]["root"] = kind  # relative, as in the files of configs/
     os.environ["OMP_NUM_THREADS"] = "1"
     local = start(validate(data, "test"))
     flare = start(validate(changed(data, {"engine": {"kind": "nvflare", "threads": 1}}), "test"))
@@ -75,14 +76,16 @@ def check_ledgers(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fedism_and_its_ledgers(made, tmp_path):
+def test_fedism_and_its_ledgers(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(made)
     local, flare = both(made, tmp_path, "ct", FEDISM)
     check_same(local, flare)
     check_ledgers(flare)
 
 
 @pytest.mark.slow
-def test_oct_fedsir_with_values_for_single_clients_and_memories(made, tmp_path):
+def test_oct_fedsir_with_values_for_single_clients_and_memories(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(made)
     local, flare = both(made, tmp_path, "oct", {**OCT_FEDSIR, "overrides": tiny_network()})
     check_same(local, flare)
     check_ledgers(flare)
