@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from medfed.bundle_check import BundleRefused, check_bundle
 from medfed.data.cohort import Task
 from medfed.engines.host import ClientHost
 from medfed.engines.nvflare.plan import SitePlan
@@ -62,7 +64,7 @@ def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
     def make_host() -> ClientHost:
         if fault is not None:
             raise FederationError(fault)
-        bundle = agreed_bundle(plan, settings.bundle)
+        bundle = agreed_bundle(plan, settings.bundle, settings.allow)
         try:
             data = own_share(plan, client, settings, base, bundle, workspace)
         except Exception:
@@ -83,18 +85,28 @@ def site_settings(plan: SitePlan, client: str, workspace: Path) -> tuple[SiteSet
     return SiteSettings(share=share.name, device=simulation.device, threads=simulation.threads), share.parent
 
 
-def agreed_bundle(plan: SitePlan, root: str | None = None) -> TrainingBundle:
+def agreed_bundle(plan: SitePlan, root: str | None = None, allow: Sequence[str] = ()) -> TrainingBundle:
     """The bundle that all agreed on, with the job's classes.
+
+    At a real site its files are read as text first, and nothing of them is evaluated unless they hold nothing that they
+    may not hold and are those agreed on (:func:`~medfed.bundle_check.check_bundle`).
 
     Args:
         plan: what all agreed on.
         root: where the site keeps the bundle; by default where the plan says.
+        allow: further names that the site lets a bundle use.
 
     Raises:
-        ConfigError: there is none, or it is another one.
+        ConfigError: there is none, it is another one, or it holds what it may not hold.
     """
     from medfed.training.bundle import TrainingBundle
 
+    if plan.simulation is None:
+        try:
+            check_bundle(root or plan.bundle, plan.files_hash, plan.overrides, allow)
+        except BundleRefused as refused:
+            what = f"its bundle '{plan.bundle}' is not the agreed one ({plan.files_hash[:12]}), or holds what it may not hold"
+            raise ConfigError(what, fix=str(refused)) from None
     overrides = {**plan.overrides, "classes": list(plan.classes), "task": plan.task}
     bundle = TrainingBundle.load(root or plan.bundle, overrides)
     if bundle.content_hash() != plan.bundle_hash:

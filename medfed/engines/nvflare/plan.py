@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from medfed.bundle_check import bundle_hash
 from medfed.config import explain
 from medfed.errors import ConfigError
 from medfed.federation.memory import client_folder
@@ -91,6 +92,7 @@ class SitePlan(Plan):
         bundle: name or folder of the bundle.
         overrides: keys of the bundle that are changed.
         bundle_hash: what the bundle must be after that.
+        files_hash: what its files must be before anything of them is evaluated.
         seed: seed of the run.
         amp: as in the experiment.
         channels_last: as in the experiment.
@@ -104,6 +106,7 @@ class SitePlan(Plan):
     bundle: str
     overrides: dict[str, Any]
     bundle_hash: str
+    files_hash: str
     seed: int
     amp: bool = False
     channels_last: bool = False
@@ -159,6 +162,7 @@ def site_plan(
         bundle=bundle_name,
         overrides=experiment.overrides,
         bundle_hash=bundle.content_hash(),
+        files_hash=bundle_hash(bundle.root),
         seed=experiment.seed,
         amp=engine.amp,
         channels_last=engine.channels_last,

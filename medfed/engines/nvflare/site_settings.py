@@ -29,6 +29,7 @@ class SiteSettings(BaseModel):
         cohort: reader, root and the reader's options, as in an experiment file.
         share: the site's share of a trial, relative to this file.
         bundle: folder of the agreed bundle, where it is not one that ships with medfed.
+        allow: further full names of what the bundle may use; see ``medfed bundle check``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         threads: intra-op threads; ``auto`` takes the cores there are.
         cache: folder of the prepared images; below the site's workspace by default.
@@ -39,6 +40,7 @@ class SiteSettings(BaseModel):
     cohort: CohortSection | None = None
     share: str | None = None
     bundle: str | None = None
+    allow: tuple[str, ...] = ()
     device: str = "auto"
     threads: int | Literal["auto"] = "auto"
     cache: Path | None = None

@@ -149,12 +149,25 @@ def test_no_settings_at_all_are_a_refusal(plan, workspace):
     assert header["reason"] == "cannot take part: its site.yaml cannot be used"
 
 
-def test_another_bundle_is_refused_with_both_hashes(plan, workspace):
+def test_another_bundle_is_refused_with_the_hash_agreed_on(plan, workspace):
     settle(workspace, share="x")
     other = SitePlan.model_validate({**plan.model_dump(), "bundle_hash": "0" * 64})
     header, _ = ask(open_desk(other, "north", workspace))
     assert "is not the agreed one" in header["reason"]
     assert "agreed 000000000000" in header["reason"]
+    other = SitePlan.model_validate({**plan.model_dump(), "files_hash": "0" * 64})
+    header, _ = ask(open_desk(other, "north", workspace))
+    assert "is not the agreed one (000000000000)" in header["reason"]
+
+
+def test_overrides_that_are_code_are_refused_before_anything_is_evaluated(plan, workspace, tmp_path):
+    settle(workspace, share="x")
+    code = f"$__import__('pathlib').Path('{tmp_path / 'ran'}').touch()"
+    evil = SitePlan.model_validate({**plan.model_dump(), "overrides": {**plan.overrides, "learning_rate": code}})
+    header, _ = ask(open_desk(evil, "north", workspace))
+    assert "holds what it may not hold" in header["reason"]
+    assert not (tmp_path / "ran").exists()
+    assert "learning_rate" in (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
 
 
 def test_a_task_of_nvflare_that_is_not_medfeds_is_refused(plan, workspace):
