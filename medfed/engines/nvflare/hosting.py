@@ -105,7 +105,8 @@ def agreed_bundle(plan: SitePlan, root: str | None = None, allow: Sequence[str] 
         try:
             check_bundle(root or plan.bundle, plan.files_hash, plan.overrides, allow)
         except BundleRefused as refused:
-            what = f"its bundle '{plan.bundle}' is not the agreed one ({plan.files_hash[:12]}), or holds what it may not hold"
+            agreed = plan.files_hash[:12]
+            what = f"its bundle '{plan.bundle}' is not the agreed one ({agreed}), or holds what it may not hold"
             raise ConfigError(what, fix=str(refused)) from None
     overrides = {**plan.overrides, "classes": list(plan.classes), "task": plan.task}
     bundle = TrainingBundle.load(root or plan.bundle, overrides)
