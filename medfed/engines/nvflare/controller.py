@@ -111,7 +111,7 @@ class NVFlarePost:
         shareable = Shareable()
         shareable[BODY] = data
         self._own = own
-        task = Task(name=TASK, data=shareable, result_received_cb=received)
+        task = Task(name=TASK, data=shareable, result_received_cb=received, task_done_cb=_forget)
         with self._controller._engine.new_context() as fl_ctx:
             self._controller.broadcast(task, fl_ctx, targets=list(own), min_responses=0)
         return task
@@ -132,3 +132,12 @@ class NVFlarePost:
     def aborted(self) -> bool:
         """Whether the job is being stopped."""
         return self._abort_signal.triggered
+
+
+def _forget(task: Task, fl_ctx: FLContext) -> None:
+    """Frees a task that is over: it and its client tasks refer to each other, and would keep the model until Python
+    looks for such rings.
+    """
+    task.client_tasks = []
+    task.last_client_task_map = {}
+    task.data = Shareable()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -299,3 +301,24 @@ def test_client_memory_survives_a_new_start_of_the_site(tmp_path):
             assert ask("remember", mean=())(again).value("asked") == dict.fromkeys(SIZES, 2)
             break
     assert len(read_ledger(f.ledger_of("c0"))) == 2
+
+
+def test_a_task_that_is_over_is_freed_with_its_model(tmp_path):
+    """NVFlare's tasks are rings of references; the server's memory must not grow until Python collects them."""
+    kept = []
+    gc.disable()
+    try:
+        with flare(SIZES, tmp_path) as f:
+            send = f.controller._post.send
+            f.controller._post.send = lambda *args: kept.append(weakref.ref(task := send(*args))) or task
+            server = f.server(SIZES, rounds=4)
+            for number in server.rounds():
+                ask()(server)
+                server.state.round = number
+            deadline = time.monotonic() + 5
+            while any(task() is not None for task in kept[:-1]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        assert len(kept) == 4
+        assert [task() for task in kept[:-1]] == [None] * 3
+    finally:
+        gc.enable()
