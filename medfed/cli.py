@@ -73,6 +73,45 @@ def resume(
 
 
 @app.command()
+def grid(
+    file: Annotated[Path, typer.Argument(metavar="GRID", help="Grid file (YAML).")],
+    sets: Sets = None,
+    parallel: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Cells at a time, each in a process; by default one for each device of the file."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and what of them exists.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write the grid's page, CSV and LaTeX at the end.")] = False,
+) -> None:
+    """Runs methods x conditions x seeds; goes on where an earlier call stopped.
+
+    Exits with 1 when a cell failed.
+    """
+    from rich.console import Console
+
+    from medfed.grid import run_grid
+    from medfed.grid_file import load_grid
+    from medfed.grid_screen import GridScreen, plan
+    from medfed.report.grid import grid_tables, write_grid_report
+
+    loaded = load_grid(file, sets or [])
+    console = Console(highlight=False)
+    if dry_run:
+        plan(loaded, console)
+        return
+    screen = GridScreen(loaded, parallel or len(loaded.file.devices) or 1, console)
+    with screen:
+        run_grid(loaded, screen.tell, parallel=parallel)
+    if "done" in screen.state:
+        grid_tables(loaded.folder).render(console)
+        for path in write_grid_report(loaded.folder) if report else ():
+            screen.say(f"Written: {path}")
+    screen.finish()
+    if screen.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
 def inspect(
     source: Annotated[Path, typer.Argument(help="Experiment file, or a folder or table of images.")],
     reader: Annotated[
@@ -183,11 +222,13 @@ def write_comparison(loaded: list[Any], result: Any, out: Path, number: str | No
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]) -> None:
-    """Writes the report page of a run anew, also of one that is still going on."""
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a grid.")]) -> None:
+    """Writes the report page of a run anew, also of one that is still going on; of a grid also CSV and LaTeX."""
+    from medfed.report.grid import CONTENT, write_grid_report
     from medfed.report.html import write_report
 
-    typer.echo(f"Written: {write_report(run)}")
+    for path in write_grid_report(run) if (run / CONTENT).is_file() else [write_report(run)]:
+        typer.echo(f"Written: {path}")
 
 
 @app.command()

@@ -1,0 +1,221 @@
+"""Running a grid: cells one after another or side by side, found again after a restart, failures kept apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+
+from medfed.checks import check_method
+from medfed.config import Experiment
+from medfed.errors import ConfigError, FederationError, MedfedError
+from medfed.experiment import Prepared, prepare
+from medfed.grid_file import Cell, Grid
+from medfed.methods.registry import resolve_method
+from medfed.report.grid import CONTENT
+from medfed.rundir import META, RunFolder
+from medfed.running import execute, new_folder, resume
+
+if TYPE_CHECKING:
+    from medfed.federation.loop import Listener
+
+DONE, PARTIAL, NEW = "done", "to be resumed", "new"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a cell.
+
+    Args:
+        kind: ``start``, ``round``, ``done`` or ``failed``.
+        cell: index of the cell in the grid.
+        round: the round that is done.
+        reason: why it failed.
+        died: whether the process that ran it has gone with it.
+    """
+
+    kind: str
+    cell: int
+    round: int = 0
+    reason: str = ""
+    died: bool = False
+
+
+Tell = Callable[[Event], None]
+
+
+def standing(cell: Cell) -> tuple[str, int]:
+    """How a cell stands (:data:`DONE`, :data:`PARTIAL` or :data:`NEW`), and how many rounds of it are recorded."""
+    if not (cell.folder / META).is_file():
+        return NEW, 0
+    run = RunFolder(cell.folder)
+    rounds = len(run.records.read_bytes().splitlines()) if run.records.is_file() else 0
+    return (DONE if run.meta().get("status") == "completed" else PARTIAL), rounds
+
+
+class Bench:
+    """Runs cells in this process; what cells of one group share is read, decoded and generated once.
+
+    Args:
+        device: device of the cells; the experiment's own unless given.
+    """
+
+    def __init__(self, device: str | None = None):
+        self.device = device
+        self._group: tuple[str, int] | None = None
+        self._prepared: Prepared | None = None
+
+    def run(self, cell: Cell, others: Sequence[Path], listener: Listener) -> None:
+        """Runs a cell from its beginning, or from its last checkpoint.
+
+        Args:
+            cell: the cell.
+            others: folders of the runs of its group.
+            listener: told of every round.
+
+        Raises:
+            MedfedError: whatever :func:`medfed.running.start` and :func:`medfed.running.resume` raise, and a condition
+                that is not that of the group.
+        """
+        if standing(cell)[0] != NEW:
+            resume(cell.folder, listeners=[listener])
+            return
+        prepared = self.prepare(cell)
+        check_same(prepared, others)
+        folder = new_folder(prepared, path=cell.folder)
+        with folder.held():
+            execute(prepared, folder, listeners=[listener])
+
+    def prepare(self, cell: Cell) -> Prepared:
+        """All that a cell needs."""
+        experiment = cell.experiment
+        if self.device is not None:
+            engine = experiment.engine.model_copy(update={"device": self.device})
+            experiment = experiment.model_copy(update={"engine": engine})
+        if self._prepared is None or self._group != cell.group:
+            self._prepared = None  # two cohorts need not be in memory at once
+            self._prepared, self._group = prepare(experiment), cell.group
+            return self._prepared
+        return with_method(self._prepared, experiment)
+
+
+def with_method(prepared: Prepared, experiment: Experiment) -> Prepared:
+    """What another method needs on the same condition, as :func:`medfed.experiment.prepare` would make it.
+
+    Args:
+        prepared: what was prepared for one method.
+        experiment: the experiment, which differs in nothing but the method.
+    """
+    method, settings = resolve_method(experiment.method)
+    check_method(experiment, method, prepared.task.kind)
+    common = prepared.warnings[len(prepared.settings.check(experiment.rounds)) :]
+    warnings = [*settings.check(experiment.rounds), *common]
+    return replace(prepared, experiment=experiment, method=method, settings=settings, warnings=warnings)
+
+
+def check_same(prepared: Prepared, others: Sequence[Path]) -> None:
+    """Refuses a cell whose condition or initial model are not those of the runs that it is to be paired with."""
+    for path in others:
+        if not (path / META).is_file():
+            continue
+        meta = RunFolder(path).meta()
+        for what, key, value in (
+            ("condition", "condition_hash", prepared.condition.hash),
+            ("initial model", "initial_model_hash", prepared.initial_model_hash),
+        ):
+            if meta.get(key) != value:
+                raise FederationError(
+                    f"the {what} is not that of {path.name} ({key} differs), so that the two cannot be paired.",
+                    where="grid",
+                    fix="Restore the data and weights, or remove the older runs.",
+                )
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Makes a grid's folder and keeps other processes from running the same grid at the same time."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot be made ({error.strerror}).", where=str(folder), fix="Change 'output'.") from None
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise FederationError("another process is running this grid.", where=str(folder)) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_content(grid: Grid) -> None:
+    """Writes what the grid consists of, for reports."""
+    content: dict[str, Any] = {
+        "name": grid.file.name,
+        "baseline": grid.file.baseline,
+        "metrics": grid.file.metrics,
+        "last": grid.cells[0].experiment.evaluation.last,
+        "axes": list(grid.axes),
+        "cells": [
+            {"condition": c.condition, "method": c.method, "seed": c.seed, "folder": c.folder.name} for c in grid.cells
+        ],
+    }
+    draft = grid.folder / f".{CONTENT}"
+    draft.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    os.replace(draft, grid.folder / CONTENT)
+
+
+def others_of(grid: Grid, cell: Cell) -> list[Path]:
+    """Folders of the other cells of a cell's group."""
+    return [c.folder for c in grid.cells if c.group == cell.group and c is not cell]
+
+
+def attempt(bench: Bench, cell: Cell, index: int, others: Sequence[Path], tell: Tell) -> None:
+    """Runs a cell and tells how it went; a failure ends nothing but the cell."""
+    tell(Event("start", index, standing(cell)[1]))
+    try:
+        bench.run(cell, others, lambda record, _: tell(Event("round", index, record["round"])))
+    except MedfedError as error:
+        tell(Event("failed", index, reason=str(error)))
+    except Exception as error:
+        log = cell.folder.parent / "errors" / f"{cell.folder.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        tell(Event("failed", index, reason=f"{type(error).__name__}: {error} (see {log})"))
+    else:
+        tell(Event("done", index))
+
+
+def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
+    """Runs the cells that are not done yet.
+
+    Args:
+        grid: the validated grid.
+        tell: told of every event.
+        parallel: cells at a time; by default as many as the grid names devices, or one.
+
+    Raises:
+        FederationError: another process is running the grid.
+        KeyboardInterrupt: all cells stand at their last checkpoints.
+    """
+    slots = parallel or len(grid.file.devices) or 1
+    with held(grid.folder):
+        write_content(grid)
+        waiting = [i for i, cell in enumerate(grid.cells) if standing(cell)[0] != DONE]
+        if slots > 1 or grid.file.devices:
+            from medfed.grid_workers import run_side_by_side
+
+            run_side_by_side(grid, waiting, slots, tell)
+            return
+        bench = Bench()
+        for index in waiting:
+            cell = grid.cells[index]
+            attempt(bench, cell, index, others_of(grid, cell), tell)
