@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from medfed.config import Experiment
@@ -17,6 +20,7 @@ from medfed.tracking.records import RecordLog
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
     from medfed.data.cohort import Task
     from medfed.federation.method import Method, MethodSettings
@@ -87,14 +91,15 @@ def conduct(
     tracker = MLflowTracker(folder.path, experiment.tracking)
     tracker.start()
     try:
-        run_rounds(
-            agreed.method,
-            agreed.settings,
-            server,
-            evaluate=evaluate,
-            append=log.append,
-            listeners=[lambda *_: tracker.push(), *listeners],
-        )
+        with interrupts_remembered() as interrupted:
+            run_rounds(
+                agreed.method,
+                agreed.settings,
+                server,
+                evaluate=evaluate,
+                append=log.append,
+                listeners=[lambda *_: tracker.push(), *listeners, lambda *_: interrupted()],
+            )
     except BaseException as error:
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
@@ -107,6 +112,35 @@ def conduct(
         save_model(folder, server.model, agreed, **header)
     folder.write_meta(status="completed", finished=now())
     finish(folder, tracker, say)
+
+
+@contextlib.contextmanager
+def interrupts_remembered() -> Iterator[Callable[[], None]]:
+    """Remembers Ctrl-C, which is lost where it strikes in a callback that swallows every exception.
+
+    Yields:
+        A function that raises KeyboardInterrupt if one came since; call it where a round has ended.
+    """
+    came: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    # Handlers can be set in the main thread alone, and one that somebody else has set is left alone.
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, handle)
+    try:
+        yield check
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def write_beginning(

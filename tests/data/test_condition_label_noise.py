@@ -243,8 +243,8 @@ def test_a_folder_of_the_first_format_still_loads(tmp_path):
     del content["spec"]["label_noise"]  # which that version did not know
     file.write_text(json.dumps(content))
     assert load(tmp_path).hash == condition.hash
-    file.write_text(json.dumps({**content, "format": 3}))
-    with pytest.raises(DataError, match=r"Format 3 is not known here.*Update medfed"):
+    file.write_text(json.dumps({**content, "format": 99}))
+    with pytest.raises(DataError, match=r"Format 99 is not known here.*Update medfed"):
         load(tmp_path)
 
 

@@ -22,7 +22,7 @@ def refused(data, **changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "fedsim"}, ["no method 'fedsim'", "Did you mean 'fedism'?"]),
+        ({"method": "fedizm"}, ["no method 'fedizm'", "Did you mean 'fedism'?"]),
         ({"method": {"name": "fedism", "qq": 1}}, ["unknown key 'qq'", "Did you mean 'q'?"]),
         ({"method": {"name": "fedism", "q": -1}}, ["'q'", "greater than or equal to 0"]),
         ({"method": {"name": "fedism", "salt": False, "saga": False}}, ["without salt and saga this is FedAvg"]),
@@ -136,9 +136,9 @@ def test_resolved_file_means_the_same(data):
 
 
 def test_command_line_says_it_once_and_exits_with_2(command):
-    done = command("run", "FILE", method="fedsim")
+    done = command("run", "FILE", method="fedizm")
     assert done.returncode == 2
-    assert done.stderr.startswith("medfed: method.name: there is no method 'fedsim'.")
+    assert done.stderr.startswith("medfed: method.name: there is no method 'fedizm'.")
     assert "Traceback" not in done.stderr
 
 

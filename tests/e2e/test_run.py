@@ -175,7 +175,7 @@ def test_truth_cannot_be_reached_from_what_a_method_gets(data):
         assert not [o for o in seen if isinstance(o, (Condition, Truth, Prepared))]
         texts = [o for o in seen if isinstance(o, str)]
         assert not [t for t in texts if "corrupt" in t.lower() and len(t) < 60]
-    assert set(vars(client)) == {"name", "data", "trainer", "task", "memory", "seed", "round"}
+    assert set(vars(client)) == {"name", "data", "trainer", "task", "memory", "seed", "round", "_public"}
 
 
 def reachable(root):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tiny_federation import Federation, three_clients
+from tiny_federation import Federation, client_data, three_clients
 
 from medfed.errors import ConfigError
-from medfed.methods.registry import METHODS, resolve_method
+from medfed.methods.registry import METHODS, get_method, resolve_method
 
 OFF = {"relabel": False}
 EVIDENCE = {"identification": "evidence"}
@@ -29,7 +29,8 @@ def test_no_program_refuses_a_number_of_rounds_that_its_settings_let_in(name):
             told(name, rounds)
         except ConfigError:
             continue
-        done = Federation(name, three_clients(), rounds=rounds)
+        public = client_data([0, 1, 2, 0, 1, 2], seed=9) if get_method(name).public else None
+        done = Federation(name, three_clients(), rounds=rounds, public=public)
         next(iter(done.method.program(done.server, done.settings)))
         done.server.engine.close()
 

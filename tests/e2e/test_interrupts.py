@@ -1,0 +1,47 @@
+"""Ctrl-C is honoured, at the latest at the end of the round, wherever it strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from medfed.conducting import interrupts_remembered
+
+
+def test_an_interrupt_that_was_swallowed_ends_the_run_after_the_round():
+    with interrupts_remembered() as check:
+        check()
+        with contextlib.suppress(BaseException):  # as a destructor or a callback of C code does
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        with pytest.raises(KeyboardInterrupt):
+            check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_handlers_of_others_and_other_threads_are_left_alone():
+    mine = lambda *_: None  # noqa: E731
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        with interrupts_remembered() as check:
+            assert signal.getsignal(signal.SIGINT) is mine
+            check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    failed = []
+
+    def enter():
+        try:
+            with interrupts_remembered() as check:
+                check()
+        except ValueError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not failed
