@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from image_files import STAGES, entry_point, environment_of, health_check
+import yaml
+from image_files import COMPOSE, STAGES, entry_point, environment_of, health_check
 
 
 def free_ports(count: int) -> list[int]:
@@ -50,18 +51,22 @@ def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: 
         time.sleep(0.3)
 
 
-def group_is_gone(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def stopped(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
+    """Waits until the process and all that it started are gone."""
+    process.wait(seconds)
+    end = time.monotonic() + seconds
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.killpg(process.pid, 0)
+            assert time.monotonic() < end, "something of it still runs"
+            time.sleep(0.2)
 
 
 def status(port: int, host: str) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        connection.request("POST", "/api/2.0/mlflow/experiments/search", '{"max_results": 1}', {"Host": host})
+        headers = {"Host": host, "Content-Type": "application/json"}
+        connection.request("POST", "/api/2.0/mlflow/experiments/search", '{"max_results": 1}', headers)
         return connection.getresponse().status
     except OSError:
         return 0
@@ -69,6 +74,7 @@ def status(port: int, host: str) -> int:
         connection.close()
 
 
+@pytest.mark.slow
 def test_mlflow_starts_takes_a_run_and_stops(tmp_path, monkeypatch):
     sys.path.insert(0, str(Path(__file__).parents[1] / "tracking"))
     from mlflow import MlflowClient
@@ -104,12 +110,12 @@ def test_mlflow_starts_takes_a_run_and_stops(tmp_path, monkeypatch):
         assert sync(run, TrackingSettings(uri=uri)).rounds == (1, 2)
         assert_complete(run, 2, MlflowClient(tracking_uri=uri))
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
-        assert group_is_gone(server)
+        stopped(server)
     assert (tmp_path / "mlflow.db").stat().st_size > 0
     assert not healthy()
 
 
+@pytest.mark.slow
 def test_server_and_site_connect_and_stop(tmp_path):
     """By the kits of a project, on free ports; what they then do is shown in tests/engines/nvflare."""
     pytest.importorskip("nvflare")
@@ -129,23 +135,22 @@ def test_server_and_site_connect_and_stop(tmp_path):
     def start(target: str, name: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
         return running([*here(entry_point(target, STAGES)), str(kits[name])], kits[name], env)
 
+    def status_by_admin() -> str:
+        """The words of the compose file's administrator."""
+        command = yaml.safe_load(COMPOSE.read_text())["services"]["admin"]["command"]
+        words = [w.replace("/kit", str(kits["admin@hospital.org"])) for w in here(command)]
+        done = subprocess.run(words, capture_output=True, text=True, env=env | {"HOME": str(tmp_path)}, timeout=100)
+        return done.stdout
+
     with start("server", "localhost") as server:
         until(lambda: healthy("server", "localhost"), server, kits["localhost"] / "output.txt")
         assert not healthy("site", "north")
         with start("site", "north") as site:
             until(lambda: healthy("site", "north"), site, kits["north"] / "output.txt")
-            until(lambda: "north" in registered(kits["localhost"]), server, kits["localhost"] / "output.txt")
+            until(lambda: "north" in status_by_admin(), server, kits["localhost"] / "output.txt")
             site.send_signal(signal.SIGTERM)
-            site.wait(30)
-            assert group_is_gone(site)
+            stopped(site)
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
-        assert group_is_gone(server)
+        stopped(server)
     assert "Starting server localhost." in (kits["localhost"] / "output.txt").read_text()
     assert not healthy("server", "localhost")
-
-
-def registered(kit: Path) -> str:
-    """The lines of the server's log that say that a site was let in."""
-    text = (kit / "output.txt").read_text()
-    return "\n".join(line for line in text.splitlines() if "authenticated" in line.lower() or "token" in line.lower())
