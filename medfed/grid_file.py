@@ -160,7 +160,10 @@ def load_grid(path: Path, sets: Iterable[str] = ()) -> Grid:
         for method, section in methods.items():
             where = f"{path}: " + ", ".join(filter(None, (condition, method)))
             whole = {**here, "method": section, "seed": seed, "output": str(folder)}
-            cells.append(_cell(condition, method, validate(whole, where), folder, where))
+            try:
+                cells.append(_cell(condition, method, validate(whole, where), folder))
+            except ConfigError as error:
+                raise ConfigError(str(error).removeprefix(f"{where}: "), where=where) from None
     _check_different(cells, str(path))
     return Grid(file, folder, tuple(cells), axes)
 
@@ -240,16 +243,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _cell(condition: str, method: str, experiment: Experiment, folder: Path, where: str) -> Cell:
+def _cell(condition: str, method: str, experiment: Experiment, folder: Path) -> Cell:
     """A cell whose method is there, has valid settings and is admitted, and whose images exist."""
-    try:
-        found, settings = resolve_method(experiment.method)
-        settings.check(experiment.rounds)
-        check_method(experiment, found)
-    except ConfigError as error:
-        raise ConfigError(str(error), where=where) from None
+    found, settings = resolve_method(experiment.method)
+    settings.check(experiment.rounds)
+    check_method(experiment, found)
     if experiment.cohort is None:
-        raise ConfigError("names no cohort: a grid runs on images that are here.", where=where)
+        raise ConfigError("names no cohort: a grid runs on images that are here.")
     if not experiment.cohort.root.exists():
         raise DataError(
             "there is no such folder or file.",

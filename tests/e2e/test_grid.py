@@ -26,6 +26,7 @@ from medfed.grid_workers import seeing, share
 from medfed.report.grid import grid_tables, write_grid_report
 
 NOISE = "condition.label_noise.rate"
+GRIDS = Path(__file__).parents[2] / "configs" / "grids"
 
 
 def grid_file(tmp_path: Path, experiment: dict, **content) -> Path:
@@ -178,6 +179,27 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
         load_grid(grid_file(tmp_path, one), ["cohort.root=/nowhere"])
 
 
+@pytest.mark.parametrize(
+    ("name", "cells", "axes"),
+    [
+        ("fedism_ich", 18 * 3 * 3, ["condition.partition.corrupted"]),
+        ("oct_fedsir_kermany", 12 * 3 * 2 * 6 * 3, ["condition.partition.alpha", NOISE]),
+        ("quality_small", 9 * 2 * 3, ["condition.partition.corrupted"]),
+        ("noise_small", 9 * 4 * 3, [NOISE]),
+    ],
+)
+def test_the_grids_that_come_with_medfed_are_valid(tmp_path, name, cells, axes):
+    grid = load_grid(GRIDS / f"{name}.yaml", [f"cohort.root={tmp_path}", "overrides.weights=null"])
+    assert len(grid.cells) == cells
+    assert list(grid.axes) == axes
+
+
+def test_a_fault_names_its_cell(tmp_path, one):
+    conditions = [{"label": "odd", "condition.label_noise": {"kind": "symmetric", "rate": 2}}]
+    with pytest.raises(ConfigError, match=r"grid\.yaml: odd, fedavg: .*rate"):
+        load_grid(grid_file(tmp_path, one, conditions=conditions))
+
+
 def test_a_bad_file_is_a_message_and_exit_code_2(tmp_path, one, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["medfed", "grid", str(grid_file(tmp_path, one, seeds=[]))])
     with pytest.raises(SystemExit) as end:
@@ -234,12 +256,10 @@ def test_a_killed_cell_goes_on_and_one_that_was_never_begun_begins(copied):
 def test_a_failure_is_isolated_and_listed_with_its_reason(copied, monkeypatch):
     for index in (0, 1):
         (copied.cells[index].folder / "run.json").unlink()
-    whole = Bench.run
 
     def faulty(self, cell, others, listener):
         if cell.method == "fedavg":
             raise RuntimeError("out of luck")
-        whole(self, cell, others, listener)
 
     monkeypatch.setattr(Bench, "run", faulty)
     console = Console(file=io.StringIO(), width=200)
