@@ -51,6 +51,7 @@ class Secure:
     def __init__(self, root: Path, data: dict[str, Any], sites: list[str]):
         self.root, self.sites = root, sites
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.sessions: list[Any] = []
         root.mkdir(parents=True, exist_ok=True)
         self.config = root / "experiment.yaml"
         self.config.write_text(yaml.safe_dump(data))
@@ -107,6 +108,7 @@ class Secure:
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
         session = new_secure_session(ADMIN, str(self.kits / ADMIN), timeout=120)
+        self.sessions.append(session)
         self.until(lambda: self.connected(session) == self.sites, 180, "all sites are connected")
         return session
 
@@ -143,6 +145,9 @@ class Secure:
         self.until(lambda: len(self.records()) >= begun + more, limit, f"{more} more rounds")
 
     def close(self) -> None:
+        for session in self.sessions:  # its threads would keep the tests' process from ending
+            with contextlib.suppress(Exception):
+                session.close()
         for name in list(self.processes):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.kill(name)
