@@ -66,6 +66,7 @@ def test_target_has_no_root_a_health_check_and_exec_forms(target):
     assert health_check(target, STAGES)
     assert entry_point(target, STAGES)
     assert str(last(target, "WORKDIR", STAGES)).startswith("/")
+    assert environment_of(target, STAGES)["MLFLOW_DISABLE_TELEMETRY"] == "true"
 
 
 def test_nothing_is_fetched_unpacked_or_secret():
