@@ -146,11 +146,17 @@ def serve(pipe: Connection, device: str | None, cores: list[int], folder: Path, 
     os.dup2(log, 1)
     os.dup2(log, 2)
     bench = Bench(device)
-    # An interrupt or a pipe that is closed leaves the run at its last checkpoint.
+
+    def tell(event: Event) -> None:
+        try:
+            pipe.send(event)
+        except OSError:
+            raise KeyboardInterrupt from None  # nobody listens any more: the grid was interrupted
+
     with contextlib.suppress(KeyboardInterrupt, EOFError, OSError):
         while True:
             task = pipe.recv()
             if task is None:
                 return
             index, cell, others = task
-            attempt(bench, cell, index, others, pipe.send)
+            attempt(bench, cell, index, others, tell)
