@@ -6,10 +6,19 @@ import contextlib
 import os
 import signal
 import threading
+import time
 
 import pytest
 
 from medfed.conducting import interrupts_remembered
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    """As in a terminal: what is started in the background has its interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_that_was_swallowed_ends_the_run_after_the_round():
@@ -17,7 +26,7 @@ def test_an_interrupt_that_was_swallowed_ends_the_run_after_the_round():
         check()
         with contextlib.suppress(BaseException):  # as a destructor or a callback of C code does
             os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
+            time.sleep(5)
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -248,6 +248,8 @@ def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, fi
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # As in a terminal: what is started in the background has its interrupts ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     wait_for(
         lambda: any(os.path.exists(os.path.join(r, "checkpoint", "state.safetensors")) for r in runs_in(data)), process
