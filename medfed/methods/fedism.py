@@ -154,7 +154,7 @@ METHOD = Method(
     program=program,
     tasks={"sharpness": sharpness, "train": train},
     settings=FedISMSettings,
-    sends="sample count, sharpness",
+    sends="sample count, sharpness, loss of the received model",
 )
 
 PLUS = Method(
@@ -164,5 +164,5 @@ PLUS = Method(
     program=program,
     tasks={"sharpness": sharpness, "train": train},
     settings=FedISMPlusSettings,
-    sends="sample count, sharpness",
+    sends="sample count, sharpness, loss of the received model",
 )
