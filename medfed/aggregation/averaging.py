@@ -6,6 +6,7 @@ included; integer and boolean tensors come from the first client in order and ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,13 +15,16 @@ from medfed.federation.messages import State
 
 # Half-precision tensors are summed in float32; everything else in its own precision.
 _ACCUMULATE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_ROOM = 24  # binary digits by which a weight may exceed the power of two before the sum is scaled anew
+_VANISHED = 100  # binary digits after which nothing of a smaller weight is left beside a larger one
 
 
 class RunningMean:
     """A weighted mean of state dicts that arrive one after another.
 
     Holds one accumulator, whatever the number of clients. The result depends on the order of ``add``, so callers
-    add in sorted client order.
+    add in sorted client order. Weights may have any size, powers of losses say: they are divided by a power of two near
+    the largest so far, which rounds nothing.
 
     Example:
         >>> mean = RunningMean()
@@ -33,12 +37,13 @@ class RunningMean:
     def __init__(self) -> None:
         self._sum: State = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self.total = 0.0
+        self._exponent: int | None = None
+        self.total = 0.0  # of the weights as divided
 
     @torch.no_grad()
     def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
         """Adds one state dict with a weight that is finite and not negative; ``state`` may change afterwards."""
-        weight = float(weight)
+        weight = self._scaled(float(weight)) if weight else 0.0
         if not self._sum:
             for name, tensor in state.items():
                 if tensor.is_floating_point():
@@ -52,6 +57,18 @@ class RunningMean:
             torch._foreach_add_(sums, terms, alpha=weight)
         self.total += weight
 
+    def _scaled(self, weight: float) -> float:
+        """A weight divided by the power of two; another power, and the sum with it, where the weight is far larger."""
+        size = math.frexp(weight)[1]
+        if self._exponent is None:
+            self._exponent = size
+        elif size > self._exponent + _ROOM:
+            shrink = math.ldexp(1.0, max(self._exponent - size, -_VANISHED))
+            torch._foreach_mul_([self._sum[name] for name in self._dtypes], shrink)
+            self.total *= shrink
+            self._exponent = size
+        return math.ldexp(weight, -self._exponent)
+
     @torch.no_grad()
     def result(self) -> State:
         """The mean; the accumulator itself is handed out, and the next ``add`` begins a new mean.
@@ -64,7 +81,7 @@ class RunningMean:
         mean, dtypes = self._sum, self._dtypes
         if dtypes:
             torch._foreach_mul_([mean[n] for n in dtypes], 1.0 / self.total)
-        self._sum, self._dtypes, self.total = {}, {}, 0.0
+        self._sum, self._dtypes, self._exponent, self.total = {}, {}, None, 0.0
         return {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in mean.items()}
 
 

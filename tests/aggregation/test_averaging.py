@@ -71,6 +71,23 @@ def test_half_precision_sums_do_not_overflow(average):
     assert average(big, [1000.0] * 20)["h"].tolist() == [60_000.0] * 3
 
 
+@pytest.mark.parametrize("average", [weighted_mean, running])
+@pytest.mark.parametrize("scale", [1e-320, 1e-200, 1e-46, 1e-40, 1e30, 1e39, 1e300])
+def test_weights_of_any_size_give_the_same_mean(average, scale):
+    """Powers of losses go far beyond float32, in which the models are summed."""
+    given = states()
+    mean, usual = average(given, [scale * w for w in (3, 0, 1, 7, 5)]), average(given, [3, 0, 1, 7, 5])
+    for name in ("w", "deep", "half", "scalar"):
+        assert torch.allclose(mean[name], usual[name], rtol=1e-3 if name == "half" else 1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("weights", [[1e-300, 0.0, 2.0, 6.0], [2.0, 1e-300, 0.0, 6.0], [0.0, 1e-200, 1e-8, 3e-8]])
+def test_weights_far_apart_leave_the_largest(weights):
+    given = states(4)
+    expected = np.average([s["w"].double().numpy() for s in given], axis=0, weights=weights)
+    assert np.allclose(running(given, weights)["w"].numpy(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_accumulator_starts_anew_each_round():
     """Two rounds of identical updates give the identical mean (a known fault elsewhere: a sum that is not reset)."""
     given = states(3)

@@ -143,3 +143,22 @@ def test_settings():
     ):
         with pytest.raises(ConfigError, match=told):
             resolve_method({"name": "q_fedavg", **section})
+
+
+@pytest.mark.parametrize("form", ["published", "as_released"])
+@pytest.mark.parametrize("loss", [0.0, 1e-4, 300.0])
+def test_powers_of_losses_beyond_the_range_of_the_model(form, loss, monkeypatch):
+    """At q = 20 a loss of 1e-4 weighs 1e-80 and one of 300 weighs 1e49, in a model of float32."""
+    from medfed.methods import q_fedavg
+
+    told = {"c0": loss, "c1": loss, "c2": loss / 2}
+    monkeypatch.setattr(q_fedavg, "mean_loss", lambda client: told[client.name])
+    monkeypatch.setattr("tiny_federation.Softmax.dtype", torch.float32)
+    section = {"name": "q_fedavg", "form": form, "q": 20, "lipschitz": 1.0 if form == "published" else None}
+    ours = Federation(section, three_clients(), rounds=1).run()
+    assert ours.initial["head.weight"].dtype == torch.float32
+    assert all(torch.isfinite(t).all() for t in ours.models[0].values())
+    assert ours.records[0]["refused"] == []
+    weights = ours.column("weight", 1)
+    share = 1 / 3 if loss == 0 else 0.5
+    assert weights == pytest.approx({"c0": share, "c1": share, "c2": 1 - 2 * share}, abs=1e-4)

@@ -31,12 +31,14 @@ PIXELS = SIDE * SIDE
 class Softmax(nn.Module):
     """A linear classifier in float64, so that an independent calculation can be compared digit by digit."""
 
+    dtype = torch.float64
+
     def __init__(self, num_classes: int = 3):
         super().__init__()
-        self.head = nn.Linear(PIXELS, num_classes, dtype=torch.float64)
+        self.head = nn.Linear(PIXELS, num_classes, dtype=self.dtype)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.head(images.flatten(1).double())
+        return self.head(images.flatten(1).to(self.dtype))
 
 
 class Normed(nn.Module):
