@@ -8,98 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from medfed.data.cohort import Task
 from medfed.errors import DataError
-from medfed.training.ranking import average_precision, binary_auc, class_wins, one_vs_one, one_vs_rest, ratio
+from medfed.training.counts import ConfusionCounts, LabelCounts, Metrics
+from medfed.training.ranking import average_precision, binary_auc, class_wins, one_vs_one, one_vs_rest
 
 Kind = Literal["logits", "probabilities"]
 CALIBRATION_BINS = 15
 SMALLEST_PROBABILITY = 1e-15
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """Values by name.
-
-    Args:
-        values: a finite number, or None where the metric is not defined.
-        undefined: the reason, for every None of ``values``.
-    """
-
-    values: dict[str, float | None] = field(default_factory=dict)
-    undefined: dict[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> float | None:
-        return self.values[name]
-
-    def put(self, name: str, value: float, reason: str = "the result is not a finite number") -> None:
-        """Sets one value; one that is not finite becomes None for the given reason."""
-        value = float(value)
-        if math.isfinite(value):
-            self.values[name] = value
-        else:
-            self.values[name], self.undefined[name] = None, reason
-
-    def summary(self) -> dict[str, float | None]:
-        """The values that are not of a single class."""
-        return {name: value for name, value in self.values.items() if "/" not in name}
-
-
-@dataclass(frozen=True)
-class ConfusionCounts:
-    """How often each class was taken for each other; counts of several clients add up.
-
-    Args:
-        matrix: int64 ``[C, C]``, rows are the true and columns the predicted classes.
-    """
-
-    matrix: np.ndarray
-
-    @classmethod
-    def of(cls, labels: np.ndarray, predictions: np.ndarray, num_classes: int) -> ConfusionCounts:
-        """Counts class indices ``[N]`` against predicted class indices ``[N]``."""
-        flat = np.asarray(labels, np.int64) * num_classes + np.asarray(predictions, np.int64)
-        return cls(np.bincount(flat, minlength=num_classes**2).reshape(num_classes, num_classes))
-
-    def __add__(self, other: ConfusionCounts) -> ConfusionCounts:
-        if self.matrix.shape != other.matrix.shape:
-            raise ValueError(f"counts of {len(self.matrix)} and of {len(other.matrix)} classes do not add up")
-        return ConfusionCounts(self.matrix + other.matrix)
-
-    @property
-    def support(self) -> np.ndarray:
-        """Samples of each class ``[C]``."""
-        return self.matrix.sum(axis=1)
-
-    def metrics(self, classes: Sequence[str], *, per_class: bool = True) -> Metrics:
-        """Accuracy, balanced accuracy and macro-F1, and the values of each class.
-
-        Balanced accuracy is the mean recall over the classes that are present.  Macro-F1 is the mean over the classes
-        that are present or predicted (a class predicted without ever being present scores 0).
-
-        Args:
-            classes: the class names ``[C]``.
-            per_class: whether to add ``recall/``, ``precision/``, ``f1/`` and ``support/`` of each class.
-        """
-        hits, support, predicted = np.diag(self.matrix), self.support, self.matrix.sum(axis=0)
-        recall, precision = ratio(hits, support), ratio(hits, predicted)
-        f1 = ratio(2 * hits, support + predicted)
-        out = Metrics()
-        out.put("balanced_accuracy", _mean_of_defined(recall), "no samples")
-        out.put("accuracy", float(ratio(hits.sum(), support.sum())), "no samples")
-        out.put("f1_macro", _mean_of_defined(f1), "no samples")
-        for c, name in enumerate(classes if per_class else ()):
-            absent = f"class {name!r} is absent"
-            out.put(f"recall/{name}", recall[c], absent)
-            out.put(f"precision/{name}", precision[c], f"class {name!r} is never predicted")
-            out.put(f"f1/{name}", f1[c], f"{absent} and never predicted")
-            out.put(f"support/{name}", support[c])
-        return out
 
 
 def metrics_for(
@@ -150,7 +70,7 @@ def multiclass_metrics(
     counts = ConfusionCounts.of(labels, predictions, len(classes))
     out = counts.metrics(classes, per_class=per_class)
     wins, support = class_wins(p, labels), counts.support
-    missing = _absent(classes, support) or "there is only one class"
+    missing = counts.absent(classes) or "there is only one class"
     auc = one_vs_rest(wins, support)
     out.put("auc_ovo", one_vs_one(wins, support), missing)
     out.put("auc_ovr", auc.mean(), missing)
@@ -198,34 +118,22 @@ def multilabel_metrics(
     predicted = p >= 0.5
     loss = binary_losses(safe, truth, kind).mean(axis=0)
 
-    hits, positives = (truth & predicted).sum(axis=0), truth.sum(axis=0)
-    chosen, negatives = predicted.sum(axis=0), len(truth) - truth.sum(axis=0)
-    recall, precision = ratio(hits, positives), ratio(hits, chosen)
-    specificity = ratio((~truth & ~predicted).sum(axis=0), negatives)
-    balanced, f1 = (recall + specificity) / 2, ratio(2 * hits, positives + chosen)
+    counts = LabelCounts.of(truth, predicted)
+    out = counts.metrics(classes, per_class=per_class)
     auc = np.array([binary_auc(p[:, c], truth[:, c]) for c in range(len(classes))])
     precisions = np.array([average_precision(p[:, c], truth[:, c]) for c in range(len(classes))])
 
-    one_sided = [_one_sided(n, positives[c], negatives[c]) for c, n in enumerate(classes)]
-    first = next(filter(None, one_sided), "there is no label")
-    out = Metrics()
-    out.put("balanced_accuracy", _mean_of_defined(balanced), first)
+    lacking = counts.lacking(classes)
+    first = next(filter(None, lacking), "there is no label")
     out.put("auc_macro", auc.mean(), first)
     out.put("average_precision", precisions.mean(), first)
-    out.put("f1_macro", _mean_of_defined(f1), "no label is present or predicted")
     out.put("log_loss", loss.mean())
     if "any" in classes:
         weights = np.where(np.array(classes) == "any", 2.0, 1.0)
         out.put("weighted_log_loss", np.average(loss, weights=weights))
     for c, name in enumerate(classes if per_class else ()):
-        absent = f"label {name!r} is absent"
-        out.put(f"auc/{name}", auc[c], one_sided[c])
-        out.put(f"average_precision/{name}", precisions[c], absent)
-        out.put(f"balanced_accuracy/{name}", balanced[c], one_sided[c])
-        out.put(f"recall/{name}", recall[c], absent)
-        out.put(f"precision/{name}", precision[c], f"label {name!r} is never predicted")
-        out.put(f"f1/{name}", f1[c], f"{absent} and never predicted")
-        out.put(f"support/{name}", positives[c])
+        out.put(f"auc/{name}", auc[c], lacking[c])
+        out.put(f"average_precision/{name}", precisions[c], f"label {name!r} is absent")
     return _finish(out, scores, reason)
 
 
@@ -356,21 +264,3 @@ def _finish(out: Metrics, scores: np.ndarray, reason: str | None) -> Metrics:
     if bad:
         out.put("non_finite", bad)
     return out
-
-
-def _mean_of_defined(values: np.ndarray) -> float:
-    defined = values[~np.isnan(values)]
-    return float(defined.mean()) if len(defined) else math.nan
-
-
-def _absent(classes: Sequence[str], support: np.ndarray) -> str | None:
-    names = [repr(str(name)) for name, n in zip(classes, support, strict=True) if n == 0]
-    if not names:
-        return None
-    return f"class {names[0]} is absent" if len(names) == 1 else f"classes {', '.join(names)} are absent"
-
-
-def _one_sided(name: str, positives: int, negatives: int) -> str:
-    if positives == 0:
-        return f"label {name!r} is absent"
-    return f"label {name!r} is present in every sample" if negatives == 0 else ""

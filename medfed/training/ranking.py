@@ -40,12 +40,21 @@ def class_wins(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """
     num_classes = scores.shape[1]
     members = np.eye(num_classes)[labels]
-    wins = np.empty((num_classes, num_classes))
-    for c in range(num_classes):
-        groups = tie_groups(scores[:, c], members)
-        below = np.cumsum(groups, axis=0) - groups
-        wins[c] = groups[:, c] @ (below + groups / 2)
-    return wins
+    return np.stack([grouped_wins(tie_groups(scores[:, c], members), c) for c in range(num_classes)])
+
+
+def grouped_wins(groups: np.ndarray, own: int) -> np.ndarray:
+    """One row of :func:`class_wins` from counts alone: samples of one group are tied.
+
+    Args:
+        groups: samples of each class ``[G, C]``, one row a distinct score, or an interval of scores, rising.
+        own: the class whose samples should score high.
+
+    Returns:
+        ``[C]``: pairs in which the sample of that class ranks above one of each other, ties counting one half.
+    """
+    below = np.cumsum(groups, axis=0) - groups
+    return groups[:, own] @ (below + groups / 2)
 
 
 def one_vs_one(wins: np.ndarray, support: np.ndarray) -> float:
@@ -74,16 +83,24 @@ def one_vs_rest(wins: np.ndarray, support: np.ndarray) -> np.ndarray:
 def binary_auc(scores: np.ndarray, positive: np.ndarray) -> float:
     """Area under the ROC curve of scores ``[N]`` for positives ``[N]`` (bool); NaN where one side is empty."""
     members = np.stack([~positive, positive], axis=1).astype(np.float64)
-    groups = tie_groups(scores, members)
-    below = np.cumsum(groups[:, 0]) - groups[:, 0]
-    negatives, positives = groups.sum(axis=0)
-    return float(ratio(groups[:, 1] @ (below + groups[:, 0] / 2), negatives * positives))
+    return grouped_auc(tie_groups(scores, members))
+
+
+def grouped_auc(groups: np.ndarray) -> float:
+    """Area under the ROC curve from counts ``[G, 2]`` of negatives and positives by rising score; see above."""
+    return float(ratio(grouped_wins(groups, 1)[0], groups[:, 0].sum() * groups[:, 1].sum()))
 
 
 def average_precision(scores: np.ndarray, positive: np.ndarray) -> float:
     """Sum of precision times the step in recall, from the highest score down; NaN without positives."""
-    members = np.stack([np.ones(len(scores)), positive], axis=1).astype(np.float64)
-    taken, found = tie_groups(scores, members)[::-1].T
+    members = np.stack([~positive, positive], axis=1).astype(np.float64)
+    return grouped_average_precision(tie_groups(scores, members))
+
+
+def grouped_average_precision(groups: np.ndarray) -> float:
+    """:func:`average_precision` from counts ``[G, 2]`` of negatives and positives by rising score, empty rows aside."""
+    groups = groups[groups.sum(axis=1) > 0]
+    taken, found = groups.sum(axis=1)[::-1], groups[::-1, 1]
     return float(ratio((np.cumsum(found) / np.cumsum(taken)) @ found, found.sum()))
 
 
