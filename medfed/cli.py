@@ -224,7 +224,8 @@ def write_comparison(loaded: list[Any], result: Any, out: Path, number: str | No
 @app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a grid.")]) -> None:
     """Writes the report page of a run anew, also of one that is still going on; of a grid also CSV and LaTeX."""
-    from medfed.report.grid import CONTENT, write_grid_report
+    from medfed.report.grid import write_grid_report
+    from medfed.report.grid_cells import CONTENT
     from medfed.report.html import write_report
 
     for path in write_grid_report(run) if (run / CONTENT).is_file() else [write_report(run)]:

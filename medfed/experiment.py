@@ -79,7 +79,7 @@ class Prepared:
         clean_rows: row of each test sample as it is.
         corrupted_rows: row of each test sample corrupted; empty without corruption.
         files: path and frame of each training sample; for a client's own eyes.
-        patients: patient of each training sample; for a client's own eyes.
+        patients: patient of each training sample, for a client's own eyes, and of each test sample, for evaluation.
         public_rows: row of each public sample; empty where there are none.
         findings: what was left out or corrected on the way.
         cohort_name: name of the data set.
@@ -149,7 +149,10 @@ class Prepared:
             held = np.flatnonzero(truth.test_clients == client)
             if len(held):
                 shares[client] = (quality, held)
-        return Evaluator(self.task, sets, shares, samples=dict.fromkeys(sets, samples))
+        numbers: dict[str, int] = {}
+        patients = [numbers.setdefault(self.patients[s], len(numbers)) for s in samples]
+        known = {"samples": dict.fromkeys(sets, samples), "patients": dict.fromkeys(sets, patients)}
+        return Evaluator(self.task, sets, shares, **known)
 
     def initial_model(self) -> State:
         """The initial global model: part of the condition, the same for every method."""
@@ -253,7 +256,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         clean_rows={s: built.rows[s] for s in condition.truth.test_samples},
         corrupted_rows=corrupted_rows,
         files=dict(zip(train.table["sample"], zip(train.table["path"], train.table["frame"].tolist()))),
-        patients=dict(zip(train.table["sample"], train.table["patient"])),
+        patients=dict(zip(cohort.table["sample"], cohort.table["patient"])),
         public_rows=[built.rows[s] for s in condition.public],
         findings=cohort.findings,
         cohort_name=cohort.name,

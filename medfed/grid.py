@@ -19,7 +19,7 @@ from medfed.errors import ConfigError, FederationError, MedfedError
 from medfed.experiment import Prepared, prepare
 from medfed.grid_file import Cell, Grid
 from medfed.methods.registry import resolve_method
-from medfed.report.grid import CONTENT
+from medfed.report.grid_cells import CONTENT, FAILURES, facts_of, plain
 from medfed.rundir import META, RunFolder
 from medfed.running import execute, new_folder, resume
 
@@ -90,6 +90,7 @@ class Bench:
         prepared = self.prepare(cell)
         check_same(prepared, others)
         folder = new_folder(prepared, path=cell.folder)
+        folder.write_meta(grid=cell.tags())
         with folder.held():
             execute(prepared, folder, listeners=[listener])
 
@@ -164,13 +165,43 @@ def write_content(grid: Grid) -> None:
         "metrics": grid.file.metrics,
         "last": grid.cells[0].experiment.evaluation.last,
         "axes": list(grid.axes),
+        "methods": {c.method: method_facts(c.experiment) for c in grid.cells},
+        "conditions": {c.condition: facts_of(c.experiment.model_dump(mode="json")) for c in grid.cells},
         "cells": [
             {"condition": c.condition, "method": c.method, "seed": c.seed, "folder": c.folder.name} for c in grid.cells
         ],
     }
-    draft = grid.folder / f".{CONTENT}"
+    write_json(grid.folder / CONTENT, content)
+
+
+def method_facts(experiment: Experiment) -> dict[str, Any]:
+    """A method's name and all its settings, by dotted name."""
+    method, settings = resolve_method(experiment.method)
+    return plain({"method": {"name": method.name, **settings.model_dump(mode="json")}})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file at once or not at all."""
+    draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-    os.replace(draft, grid.folder / CONTENT)
+    os.replace(draft, path)
+
+
+def remembering(grid: Grid, tell: Tell) -> Tell:
+    """Tells on, and writes down which cells have failed and why, for reports."""
+    path = grid.folder / FAILURES
+    failed: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    def told(event: Event) -> None:
+        name = grid.cells[event.cell].folder.name
+        if event.kind == "failed":
+            failed[name] = event.reason
+            write_json(path, failed)
+        elif failed.pop(name, None) is not None:
+            write_json(path, failed)
+        tell(event)
+
+    return told
 
 
 def others_of(grid: Grid, cell: Cell) -> list[Path]:
@@ -209,6 +240,7 @@ def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
     slots = parallel or len(grid.file.devices) or 1
     with held(grid.folder):
         write_content(grid)
+        tell = remembering(grid, tell)
         waiting = [i for i, cell in enumerate(grid.cells) if standing(cell)[0] != DONE]
         if slots > 1 or grid.file.devices:
             from medfed.grid_workers import run_side_by_side

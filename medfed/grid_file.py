@@ -100,6 +100,10 @@ class Cell:
         """For people."""
         return " · ".join(filter(None, (self.condition, self.method, f"seed {self.seed}")))
 
+    def tags(self) -> dict[str, str]:
+        """What tells a cell from the others of its grid, for ``run.json`` and from there for MLflow."""
+        return {"name": self.folder.parent.name, "condition": self.condition, "method": self.method}
+
     @property
     def group(self) -> tuple[str, int]:
         """Cells of one group differ in the method alone and share their condition."""
@@ -145,6 +149,10 @@ def load_grid(path: Path, sets: Iterable[str] = ()) -> Grid:
         experiment = apply_change(experiment, key, value, f"{path}: changes")
     # What is asked for on the command line goes before what the files say.
     experiment = apply_sets(experiment, sets)
+    # The runs of a grid stand in one MLflow experiment, where they can be compared.
+    tracking = experiment.get("tracking") or {}
+    if isinstance(tracking, Mapping):
+        experiment["tracking"] = {"experiment": file.name, **tracking}
     folder = Path(str(experiment["output"])) / file.name
     conditions, axes = expand(file.conditions, str(path))
     methods = _methods(file.methods, str(path))

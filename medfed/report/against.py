@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfed.errors import MedfedError, nearest
 from medfed.report.compare import Cell, Comparison, choose_baseline, compare, group_by_method
-from medfed.report.contents import experiment
+from medfed.report.contents import experiment, plain
 from medfed.report.metrics import choose
 from medfed.report.notices import few, notes_on
 from medfed.report.runs import LAST, Run
@@ -190,13 +190,7 @@ def settings_of(run: Run) -> dict[str, Any]:
     """A run's experiment by dotted name, the method's settings with their defaults under ``method``."""
     content = experiment(run) or {}
     method = {"name": run.method, **(run.meta.get("method_settings") or {})}
-    return _flat({**content, "method": method})
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    return {k: v for name, inner in value.items() for k, v in _flat(inner, f"{prefix}.{name}".lstrip(".")).items()}
+    return plain({**content, "method": method})
 
 
 def candidates(runs: Sequence[Run]) -> list[str]:

@@ -112,6 +112,13 @@ def condition_facts(run: Run) -> dict[str, str] | None:
     return {k: v for k, v in flat(facts).items() if v not in ("", "None")}
 
 
+def plain(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names and values as they are; a list counts as one value."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    return {k: v for name, inner in value.items() for k, v in plain(inner, f"{prefix}.{name}".lstrip(".")).items()}
+
+
 def flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Nested mappings as one, with dotted names and values as text."""
     if not isinstance(value, Mapping):

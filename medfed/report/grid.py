@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfed.errors import MedfedError
 from medfed.report.against import Against, against
 from medfed.report.compare import Comparison, compare
-from medfed.report.runs import LAST, Run, load_run
+from medfed.report.grid_cells import GridCells, load_cells
+from medfed.report.runs import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-CONTENT = "grid.json"
-"""What a grid consists of, beside its runs."""
 
 
 @dataclass
@@ -28,15 +25,13 @@ class GridTables:
     """All tables of a grid.
 
     Args:
-        name: of the grid.
-        folder: of the grid.
+        cells: of the grid.
         conditions: the comparison of each condition that has runs, by its label.
         axes: the comparisons against each number, by its dotted name.
         notes: cells that are not there, and what cannot be compared.
     """
 
-    name: str
-    folder: Path
+    cells: GridCells
     conditions: dict[str, Comparison] = field(default_factory=dict)
     axes: dict[str, Against] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -75,35 +70,26 @@ def grid_tables(folder: Path) -> GridTables:
     Raises:
         MedfedError: the folder is no grid, or no round of it is done.
     """
-    try:
-        content: dict[str, Any] = json.loads((folder / CONTENT).read_text(encoding="utf-8"))
-        listed = [(c["condition"], c["method"], folder / c["folder"]) for c in content["cells"]]
-        result = GridTables(content["name"], folder)
-    except (OSError, ValueError, KeyError, TypeError):
-        raise MedfedError("is not the folder of a grid.", where=str(folder), fix=f"It lacks {CONTENT}.") from None
+    cells = load_cells(folder)
+    result = GridTables(cells)
     found: dict[str, list[Run]] = {}
-    missing = []
-    for condition, method, path in listed:
-        run = load_run(path) if (path / "run.json").is_file() else None
-        if run is None or not run.records:
-            missing.append(path.name)
-            continue
-        # The grid's labels tell methods apart, and group runs as the names of methods do.
-        found.setdefault(condition, []).append(replace(run, meta={**run.meta, "method": method}))
+    for cell in cells.cells:
+        if cell.run is not None:
+            found.setdefault(cell.condition, []).append(cell.run)
     if not found:
         raise MedfedError("no round of this grid is done yet.", where=str(folder), fix="Run it first.")
-    if missing:
-        result.notes.append(f"{len(missing)} of {len(listed)} cells have no round yet: {', '.join(missing)}")
-    how: dict[str, Any] = {"metrics": content.get("metrics"), "last": content.get("last") or LAST}
+    if missing := [c.folder for c in cells.cells if c.run is None]:
+        result.notes.append(f"{len(missing)} of {len(cells.cells)} cells have no round yet: {', '.join(missing)}")
+    how: dict[str, Any] = {"metrics": cells.metrics, "last": cells.last}
     for condition, runs in found.items():
         try:
-            result.conditions[condition] = compare(runs, baseline=_present(content.get("baseline"), runs), **how)
+            result.conditions[condition] = compare(runs, baseline=_present(cells.baseline, runs), **how)
         except MedfedError as error:
             result.notes.append(f"{condition or 'the runs'}: {error}")
     together = [run for runs in found.values() for run in runs]
-    for key in content.get("axes", ()):
+    for key in cells.axes:
         try:
-            result.axes[key] = against(together, key, baseline=_present(content.get("baseline"), together), **how)
+            result.axes[key] = against(together, key, baseline=_present(cells.baseline, together), **how)
         except MedfedError as error:
             result.notes.append(f"against {key}: {error}")
     return result
@@ -128,7 +114,7 @@ def write_grid_report(folder: Path) -> list[Path]:
     found = grid_tables(folder)
     page = environment().get_template("grid.html")
     html = page.render(
-        title=found.name,
+        title=found.cells.name,
         grid=found,
         conditions=[(label, comparison_view(c, label)) for label, c in found.conditions.items()],
         axes=[(key, against_view(a, key)) for key, a in found.axes.items()],

@@ -69,6 +69,7 @@ class Evaluator:
         sets: test sets by name; ``clean`` and ``corrupted`` are compared with each other.
         shares: by client: the name of a set and the rows of it that stand for that client.
         samples: sample ids by set, for the table of predictions; row numbers where not given.
+        patients: by set a number for each sample, equal for samples of one patient, for the table of predictions.
 
     Raises:
         ConfigError: there is no set, a set is empty or has an unusable name, or a share names an unknown set or row.
@@ -81,10 +82,12 @@ class Evaluator:
         shares: Mapping[str, tuple[str, np.ndarray]] | None = None,
         *,
         samples: Mapping[str, Sequence[str]] | None = None,
+        patients: Mapping[str, Sequence[int]] | None = None,
     ):
         self.task, self.sets = task, dict(sets)
         self.shares = {c: (s, np.asarray(rows, np.int64)) for c, (s, rows) in sorted((shares or {}).items())}
         self.samples = {name: list(ids) for name, ids in (samples or {}).items()}
+        self.patients = {name: np.asarray(numbers, np.int64) for name, numbers in (patients or {}).items()}
         self.labels = {name: np.asarray(data.labels) for name, data in self.sets.items()}
         self._check()
 
@@ -148,6 +151,8 @@ class Evaluator:
                 raise ConfigError("the test set is empty.", where=name, fix="Check the split of the cohort.")
             if name in self.samples and len(self.samples[name]) != len(data):
                 raise ConfigError(f"{len(self.samples[name])} sample ids for {len(data)} samples.", where=name)
+            if name in self.patients and len(self.patients[name]) != len(data):
+                raise ConfigError(f"{len(self.patients[name])} patients for {len(data)} samples.", where=name)
         for client, (name, rows) in self.shares.items():
             if name not in self.sets:
                 raise ConfigError(f"the share is of an unknown test set {name!r}.", where=client)

@@ -29,10 +29,11 @@ def predictions_table(evaluator: Evaluator, evaluation: Evaluation) -> pd.DataFr
         evaluation: what it found.
 
     Returns:
-        ``sample``, ``set``, ``client`` (the clients whose share holds the sample, joined by ``;``), ``label`` and
-        ``predicted`` (class indices) or ``label_<class>`` (multi-label), ``loss`` (nats; the mean over the labels
-        where multi-label) and ``p_<class>`` (probabilities).  Loss and probabilities are NaN where a logit is not
-        finite, and ``predicted`` is then -1.
+        ``sample``, ``set``, ``client`` (the clients whose share holds the sample, joined by ``;``), ``patient`` (a
+        number, equal for samples of one patient; only where patients are known), ``label`` and ``predicted`` (class
+        indices) or ``label_<class>`` (multi-label), ``loss`` (nats; the mean over the labels where multi-label) and
+        ``p_<class>`` (probabilities).  Loss and probabilities are NaN where a logit is not finite, and ``predicted``
+        is then -1.
     """
     return pd.concat(
         [_table_of(evaluator, name, logits) for name, logits in evaluation.logits.items()], ignore_index=True
@@ -48,6 +49,8 @@ def _table_of(evaluator: Evaluator, name: str, logits: np.ndarray) -> pd.DataFra
         "set": name,
         "client": _owners(evaluator, name, len(logits)),
     }
+    if name in evaluator.patients:
+        columns["patient"] = evaluator.patients[name].astype(np.int32)
     if evaluator.task.kind == "multiclass":
         log_p = log_softmax(safe)
         p, loss = np.exp(log_p), -log_p[np.arange(len(labels)), labels]
