@@ -203,10 +203,10 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         )
     method, settings = resolve_method(experiment.method)
     advice = settings.check(experiment.rounds)
+    check_method(experiment, method, kind_of(experiment.cohort))
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
     cohort = read_section(experiment.cohort, progress)
-    check_method(experiment, method, cohort.task.kind)
     if experiment.condition.label_noise is not None:
         experiment.condition.label_noise.targets(cohort.task)  # refuses before any image is decoded
     bundle = load_bundle(experiment, cohort.task)
@@ -283,11 +283,7 @@ def read_section(section: CohortSection | None, progress: Progress | None = None
     """
     if section is None:
         raise ConfigError("names no images here: they are at the sites.", where="cohort", fix="Name some.")
-    reader = get_reader(section.reader)
-    try:
-        options = reader.Options.model_validate(section.options)
-    except ValidationError as error:
-        raise ConfigError("\n  ".join(explain(error, reader.Options)), where=f"cohort ({section.reader})") from None
+    reader, options = reader_of(section)
     if not section.root.exists():
         raise DataError(
             "there is no such folder or file.",
@@ -298,6 +294,28 @@ def read_section(section: CohortSection | None, progress: Progress | None = None
     if not len(cohort):
         raise DataError("no usable sample was found.", where=str(section.root), fix="Try `medfed inspect` on it.")
     return cohort
+
+
+def reader_of(section: CohortSection) -> tuple[Any, Any]:
+    """The reader of a ``cohort`` section, and its validated options.
+
+    Raises:
+        ConfigError: an unknown reader, or an option that it does not have.
+    """
+    reader = get_reader(section.reader)
+    try:
+        return reader, reader.Options.model_validate(section.options)
+    except ValidationError as error:
+        raise ConfigError("\n  ".join(explain(error, reader.Options)), where=f"cohort ({section.reader})") from None
+
+
+def kind_of(section: CohortSection) -> str:
+    """Kind of the labels of a cohort that is not read yet: its reader's options say it.
+
+    Raises:
+        ConfigError: an unknown reader, or an option that it does not have.
+    """
+    return getattr(reader_of(section)[1], "kind", "multiclass")
 
 
 def load_bundle(experiment: Experiment, task: Task) -> TrainingBundle:

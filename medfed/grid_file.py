@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 from medfed.checks import check_method
 from medfed.config import Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
 from medfed.errors import ConfigError, DataError, nearest
+from medfed.experiment import kind_of
 from medfed.methods.registry import resolve_method
 
 LABEL = "label"
@@ -255,9 +256,9 @@ def _cell(condition: str, method: str, experiment: Experiment, folder: Path) -> 
     """A cell whose method is there, has valid settings and is admitted, and whose images exist."""
     found, settings = resolve_method(experiment.method)
     settings.check(experiment.rounds)
-    check_method(experiment, found)
     if experiment.cohort is None:
         raise ConfigError("names no cohort: a grid runs on images that are here.")
+    check_method(experiment, found, kind_of(experiment.cohort))
     if not experiment.cohort.root.exists():
         raise DataError(
             "there is no such folder or file.",

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medfed.checks import check_method
 from medfed.conducting import conduct, write_beginning
 from medfed.config import Experiment, load_experiment, read_yaml, validate
 from medfed.engines.host import ClientHost
@@ -14,7 +15,7 @@ from medfed.engines.local import LocalEngine
 from medfed.engines.planning import available_cores, choose_workers
 from medfed.engines.pool import PoolEngine
 from medfed.errors import ConfigError, FederationError
-from medfed.experiment import Prepared, Progress, Say, prepare, write_findings
+from medfed.experiment import Prepared, Progress, Say, kind_of, prepare, write_findings
 from medfed.federation.loop import Listener, Record
 from medfed.federation.participation import round_half_up
 from medfed.federation.server import Engine, Workbench
@@ -91,7 +92,10 @@ def start_all(
             changes += [] if seed is None else [f"seed={seed}"]
             planned.append(load_experiment(config, changes))
     for experiment in planned:
-        resolve_method(experiment.method)[1].check(experiment.rounds)
+        method, settings = resolve_method(experiment.method)
+        settings.check(experiment.rounds)
+        if experiment.cohort is not None:
+            check_method(experiment, method, kind_of(experiment.cohort))
     paths = []
     for experiment in planned:
         with screen:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tiny_federation import Federation, client_data, three_clients
 
@@ -105,6 +107,57 @@ def test_a_run_is_refused_before_its_images_are_read_and_told_its_cautions(tmp_p
     plan = {"cohort": {"reader": "folder", "root": str(tmp_path)}, "bundle": "oct_bscan_classification", "rounds": 10}
     with pytest.raises(ConfigError, match="warm-up"):
         experiment.prepare(validate({**plan, "method": "fednoro"}, "x.yaml"))
+
+
+SEVERAL_LABELS = Path(__file__).parents[2] / "configs" / "rsna_ich_multilabel.yaml"
+ONE_LABEL = [name for name in METHODS if "multilabel" not in get_method(name).task_kinds]
+
+
+@pytest.mark.parametrize("name", ONE_LABEL)
+def test_several_labels_are_refused_before_any_file_is_read(name, monkeypatch):
+    """A method that takes one label an image, on the six outputs of the RSNA challenge."""
+    from medfed import experiment
+    from medfed.config import load_experiment
+
+    monkeypatch.setattr(experiment, "read_section", lambda *_: pytest.fail("the cohort was read"))
+    plan = load_experiment(SEVERAL_LABELS, [f"method={name}", "condition.public={fraction: 0.1}"])
+    with pytest.raises(ConfigError, match=f"{name} does not admit multilabel labels"):
+        experiment.prepare(plan)
+
+
+def test_methods_of_a_command_must_admit_its_labels_and_have_their_public_images(monkeypatch, capsys):
+    """Exit code 2 at once, also where a method before it would have run for hours."""
+    import sys
+
+    from medfed import running
+    from medfed.cli import main
+
+    monkeypatch.setattr(running, "prepare", lambda *_, **__: pytest.fail("a run was prepared"))
+    for second, told in (("fedlsr", "does not admit multilabel labels"), ("fedned", "does not admit")):
+        monkeypatch.setattr(
+            sys, "argv", ["medfed", "run", str(SEVERAL_LABELS), "--method", "fedavg", "--method", second]
+        )
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert told in " ".join(capsys.readouterr().err.split())
+    argv = ["medfed", "run", str(SEVERAL_LABELS), "--method", "fedavg", "--method", "rhfl"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--set", "cohort.task=subtype"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert "rhfl needs public images" in " ".join(capsys.readouterr().err.split())
+
+
+def test_readers_say_what_kind_of_labels_they_will_read(tmp_path):
+    from medfed.config import CohortSection
+    from medfed.experiment import kind_of
+
+    def told(reader, **options):
+        return kind_of(CohortSection.model_validate({"reader": reader, "root": tmp_path, **options}))
+
+    assert told("rsna_ich") == told("table") == told("kermany") == told("folder") == "multiclass"
+    assert told("rsna_ich", task="multilabel") == told("table", label_columns=["a", "b"]) == "multilabel"
 
 
 def test_all_methods_of_a_command_are_checked_before_the_first_starts(tmp_path, monkeypatch):

@@ -63,6 +63,11 @@ class Options(BaseModel, extra="forbid"):
     cache: Path | None = None
     threads: int = Field(8, ge=1)
 
+    @property
+    def kind(self) -> str:
+        """Kind of the labels, before any is read."""
+        return "multilabel" if self.task == "multilabel" else "multiclass"
+
 
 def read(root: Path, options: Options, progress: Progress | None = None) -> Cohort:
     """Reads RSNA ICH.

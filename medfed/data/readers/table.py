@@ -65,6 +65,11 @@ class Options(BaseModel, extra="forbid"):
     frames: Frames = "all"
     cache: Path | None = None
 
+    @property
+    def kind(self) -> str:
+        """Kind of the labels, before any is read."""
+        return "multiclass" if self.label_columns is None else "multilabel"
+
 
 def read(root: Path, options: Options, progress: Progress | None = None) -> Cohort:
     """Reads a table of paths and labels.
