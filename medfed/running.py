@@ -92,10 +92,10 @@ def start_all(
             changes += [] if seed is None else [f"seed={seed}"]
             planned.append(load_experiment(config, changes))
     for experiment in planned:
-        method, settings = resolve_method(experiment.method)
+        chosen, settings = resolve_method(experiment.method)
         settings.check(experiment.rounds)
         if experiment.cohort is not None:
-            check_method(experiment, method, kind_of(experiment.cohort))
+            check_method(experiment, chosen, kind_of(experiment.cohort))
     paths = []
     for experiment in planned:
         with screen:
