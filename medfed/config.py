@@ -113,11 +113,14 @@ class SitesSection(Section):
         names: the sites, by the names of their startup kits.
         task: ``multiclass`` or ``multilabel``.
         classes: class names in the order of the network's outputs; no site derives its own.
+        held_out: share of its samples, whole patients, that each site keeps apart and measures the global model on,
+            where its data mark no test set; 0 for no evaluation at the sites.
     """
 
     names: list[str] = Field(min_length=1)
     task: Literal["multiclass", "multilabel"] = "multiclass"
     classes: list[str] = Field(min_length=2)
+    held_out: float = Field(0.2, ge=0, le=0.5)
 
     @field_validator("names", "classes")
     @classmethod

@@ -5,6 +5,7 @@ The server knows neither the engine that moves its messages nor the tracking tha
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -201,6 +202,18 @@ class Server:
             self._report.absorb(RoundReport.from_plain(account["report"]))
             self._counted.add(name)
         return self.notes[name]
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[RoundReport]:
+        """What is asked within counts towards a report of its own, not towards the record of the round.
+
+        For what is no part of the method: measuring the model of a round that is over.
+        """
+        outer, self._report = self._report, RoundReport(self._report.round)
+        try:
+            yield self._report
+        finally:
+            self._report = outer
 
     def save(self) -> None:
         """Writes a checkpoint now."""

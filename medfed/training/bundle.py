@@ -177,11 +177,15 @@ class TrainingBundle:
         wanted = {"lr": learning_rate, "weight_decay": weight_decay}
         return self._parsers["optimizer"](params, **{k: v for k, v in wanted.items() if v is not None})
 
+    def preparation(self) -> list[str]:
+        """Top-level keys that decide how files become prepared images."""
+        return _closure(self.config, ("load", "prepare"))
+
     def pipeline(self) -> Pipeline:
         """How files become prepared images, with a key that changes when any setting of it does."""
         from medfed.data.store_build import Pipeline
 
-        used = {key: self.config[key] for key in _closure(self.config, ("load", "prepare"))}
+        used = {key: self.config[key] for key in self.preparation()}
         return Pipeline(
             load=self._parsed("load"),
             prepare=self._parsed("prepare"),

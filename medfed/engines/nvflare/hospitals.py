@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from medfed.conducting import write_beginning
 from medfed.config import Experiment
 from medfed.data.cohort import Task
+from medfed.engines.nvflare.held_out import measure
 from medfed.errors import ConfigError, DataError
 from medfed.experiment import Say, load_bundle, read_section, usable
 from medfed.federation.messages import State
 from medfed.federation.method import Method, MethodSettings
 from medfed.federation.server import Server
+from medfed.judging import joined
 from medfed.methods.registry import resolve_method
 from medfed.rundir import RunFolder
 from medfed.seeding import derive_seed
@@ -23,7 +25,10 @@ if TYPE_CHECKING:
     from medfed.data.arrays import ArrayDataset
     from medfed.training.bundle import TrainingBundle
 
-NOT_EVALUATED = "the model is not evaluated: the server has no test images (section 'cohort')"
+NOT_EVALUATED = "the model is not evaluated: the server has no test images (section 'cohort'), and sites.held_out is 0"
+POOL = "held_out"
+"""The sites' held-out shares among the test sets of the record, where the server has test images of its own; without
+them they are the record's ``clean`` set, which reports and comparisons show."""
 
 
 @dataclass
@@ -68,26 +73,46 @@ class Hospitals:
             clients=self.names,
             cohort="sites",
             plan=(str(resolve_device(self.experiment.engine.device)), 1, 1),
-            warnings=[] if self.experiment.cohort else [NOT_EVALUATED],
+            warnings=[] if self.experiment.cohort or self.held_out else [NOT_EVALUATED],
         )
 
-    def evaluation(self, threads: int, say: Say) -> Callable[[Server], dict[str, Any]]:
-        """What is measured after a round: the model on the server's own test images, or nothing, and it says so."""
-        from medfed.training.evaluation import Evaluator
-        from medfed.training.local import LocalTrainer
+    @property
+    def held_out(self) -> float:
+        """Share of its samples that each site keeps apart to measure the model on."""
+        assert self.experiment.sites is not None
+        return self.experiment.sites.held_out
 
-        if self.experiment.cohort is None:
+    def evaluation(self, threads: int, say: Say) -> Callable[[Server], dict[str, Any]]:
+        """What is measured after a round: the model on the server's own test images and on the sites' held-out shares.
+
+        Where there is neither, every record says so.
+        """
+        if self.experiment.cohort is None and not self.held_out:
             return lambda server: {"warnings": [NOT_EVALUATED]}
-        data = images_for_tests(self.experiment, self.task, self.bundle, say)
-        evaluator = Evaluator(self.task, {"clean": data}, {})
-        trainer = LocalTrainer(self.bundle, device=self.experiment.engine.device, threads=threads)
-        plan = self.experiment.evaluation
+        plan, here = self.experiment.evaluation, self._own_images(threads, say)
 
         def evaluate(server: Server) -> dict[str, Any]:
             if server.round % plan.every and server.round <= server.num_rounds - plan.last:
                 return {}
+            there = measure(server, POOL if self.experiment.cohort else "clean") if self.held_out else {}
+            return joined(here(server), there)
+
+        return evaluate
+
+    def _own_images(self, threads: int, say: Say) -> Callable[[Server], dict[str, Any]]:
+        from medfed.training.evaluation import Evaluator
+        from medfed.training.local import LocalTrainer
+
+        if self.experiment.cohort is None:
+            return lambda server: {}
+        data = images_for_tests(self.experiment, self.task, self.bundle, say)
+        evaluator = Evaluator(self.task, {"clean": data}, {})
+        trainer = LocalTrainer(self.bundle, device=self.experiment.engine.device, threads=threads)
+        size = self.experiment.evaluation.batch_size
+
+        def evaluate(server: Server) -> dict[str, Any]:
             trainer.load(server.model)
-            return evaluator.evaluate(lambda images: trainer.predict(images, plan.batch_size)).record()
+            return evaluator.evaluate(lambda images: trainer.predict(images, size)).record()
 
         return evaluate
 

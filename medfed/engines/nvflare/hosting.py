@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medfed.bundle_check import BundleRefused, check_bundle
 from medfed.data.cohort import Task
 from medfed.engines.host import ClientHost
+from medfed.engines.nvflare.held_out import HELD_OUT, SiteData, keep_apart, measuring
 from medfed.engines.nvflare.plan import SitePlan
 from medfed.engines.nvflare.shares import open_share, share_path
 from medfed.engines.nvflare.site import Desk
+from medfed.engines.nvflare.site_bundle import site_bundle
 from medfed.engines.nvflare.site_settings import SITE_FILE, SiteSettings, own_data, read_site
 from medfed.engines.nvflare.wire import MEGABYTE
 from medfed.engines.planning import available_cores
-from medfed.errors import ConfigError, FederationError
+from medfed.errors import FederationError
 from medfed.federation.memory import client_folder
 from medfed.ledger import LEDGER, Ledger
 from medfed.methods.registry import resolve_method
+from medfed.training.local import resolve_device
 
 if TYPE_CHECKING:
-    from medfed.data.arrays import ArrayDataset
     from medfed.training.bundle import TrainingBundle
 
-ERRORS = "errors.log"
+ERRORS, REPORT = "errors.log", "site.json"
 
 
 def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
@@ -64,12 +65,14 @@ def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
     def make_host() -> ClientHost:
         if fault is not None:
             raise FederationError(fault)
-        bundle = agreed_bundle(plan, settings.bundle, settings.allow)
+        bundle = site_bundle(plan, settings)
         try:
-            data = own_share(plan, client, settings, base, bundle, workspace)
+            data = own_data_of(plan, client, settings, base, bundle, workspace)
         except Exception:
             log(traceback.format_exc())
             raise FederationError("its images and labels cannot be used") from None
+        if plan.simulation is None:
+            write_report(plan, data, settings, bundle, own)
         return build_host(plan, client, data, settings, bundle, clients)
 
     return Desk(client, plan.run, make_host, limit, Ledger(own / LEDGER), log)
@@ -85,55 +88,21 @@ def site_settings(plan: SitePlan, client: str, workspace: Path) -> tuple[SiteSet
     return SiteSettings(share=share.name, device=simulation.device, threads=simulation.threads), share.parent
 
 
-def agreed_bundle(plan: SitePlan, root: str | None = None, allow: Sequence[str] = ()) -> TrainingBundle:
-    """The bundle that all agreed on, with the job's classes.
-
-    At a real site its files are read as text first, and nothing of them is evaluated unless they hold nothing that they
-    may not hold and are those agreed on (:func:`~medfed.bundle_check.check_bundle`).
-
-    Args:
-        plan: what all agreed on.
-        root: where the site keeps the bundle; by default where the plan says.
-        allow: further names that the site lets a bundle use.
-
-    Raises:
-        ConfigError: there is none, it is another one, or it holds what it may not hold.
-    """
-    from medfed.training.bundle import TrainingBundle
-
-    if plan.simulation is None:
-        try:
-            check_bundle(root or plan.bundle, plan.files_hash, plan.overrides, allow)
-        except BundleRefused as refused:
-            agreed = plan.files_hash[:12]
-            what = f"its bundle '{plan.bundle}' is not the agreed one ({agreed}), or holds what it may not hold"
-            raise ConfigError(what, fix=str(refused)) from None
-    overrides = {**plan.overrides, "classes": list(plan.classes), "task": plan.task}
-    bundle = TrainingBundle.load(root or plan.bundle, overrides)
-    if bundle.content_hash() != plan.bundle_hash:
-        raise ConfigError(
-            f"the bundle '{Path(plan.bundle).name}' is not the agreed one "
-            f"(hash {bundle.content_hash()[:12]}, agreed {plan.bundle_hash[:12]})",
-            where=str(bundle.root),
-            fix="Install the agreed version of medfed and of the bundle.",
-        )
-    return bundle
-
-
-def own_share(
+def own_data_of(
     plan: SitePlan, client: str, settings: SiteSettings, base: Path, bundle: TrainingBundle, workspace: Path
-) -> ArrayDataset:
-    """The client's images and labels, from its share of a condition or from its own files."""
-    if settings.share is not None:
-        return open_share(base / settings.share, client)
-    return own_data(settings, Task(plan.task, plan.classes), bundle, workspace / "medfed" / "cache")
+) -> SiteData:
+    """The client's images and labels, from its share of a condition or from its own files, and what it keeps apart."""
+    if settings.share is None:
+        return own_data(settings, plan, client, bundle, workspace / "medfed" / "cache")
+    share = open_share(base / settings.share, client)
+    return keep_apart(share, len(plan.classes), plan.held_out, plan.held_out_seed, client)
 
 
 def build_host(
-    plan: SitePlan, client: str, data: ArrayDataset, settings: SiteSettings, bundle: TrainingBundle, clients: Path
+    plan: SitePlan, client: str, data: SiteData, settings: SiteSettings, bundle: TrainingBundle, clients: Path
 ) -> ClientHost:
     """The client, with its trainer, and its memory below ``clients``."""
-    from medfed.training.local import LocalTrainer, resolve_device
+    from medfed.training.local import LocalTrainer
 
     method, _ = resolve_method(plan.method)
     trainer = LocalTrainer(
@@ -144,5 +113,25 @@ def build_host(
         compile=plan.compile,
         threads=available_cores() if settings.threads == "auto" else settings.threads,
     )
+    told = sorted(settings.overrides) if settings.tell_overrides else None
+    tasks = {**method.tasks, HELD_OUT: measuring(data.held_out, settings.evaluation, told)}
     task = Task(plan.task, plan.classes)
-    return ClientHost((client,), method.tasks, task, lambda _: data, trainer, clients, plan.seed)
+    return ClientHost((client,), tasks, task, lambda _: data.training, trainer, clients, plan.seed)
+
+
+def write_report(plan: SitePlan, data: SiteData, settings: SiteSettings, bundle: TrainingBundle, folder: Path) -> None:
+    """Writes ``site.json``: with what the site takes part. It stays at the site."""
+    report = {
+        "run": plan.run,
+        "method": plan.method,
+        "bundle": Path(plan.bundle).name,
+        "bundle_hash": plan.bundle_hash,
+        "overrides": settings.overrides,
+        "bundle_hash_with_overrides": bundle.content_hash(),
+        "training_images": len(data.training),
+        "held_out_images": 0 if data.held_out is None else len(data.held_out),
+        "tells_of_them": settings.evaluation,
+        "device": str(resolve_device(settings.device)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")

@@ -94,6 +94,8 @@ class SitePlan(Plan):
         bundle_hash: what the bundle must be after that.
         files_hash: what its files must be before anything of them is evaluated.
         seed: seed of the run.
+        held_out: share of its samples that each site keeps apart to measure the model on.
+        held_out_seed: seed of that choice: of the condition, the same for all methods of a comparison.
         amp: as in the experiment.
         channels_last: as in the experiment.
         compile: as in the experiment.
@@ -108,6 +110,8 @@ class SitePlan(Plan):
     bundle_hash: str
     files_hash: str
     seed: int
+    held_out: float = Field(0.0, ge=0, le=0.5)
+    held_out_seed: int = 0
     amp: bool = False
     channels_last: bool = False
     compile: bool = False
@@ -164,6 +168,8 @@ def site_plan(
         bundle_hash=bundle.content_hash(),
         files_hash=bundle_hash(bundle.root),
         seed=experiment.seed,
+        held_out=0.0 if experiment.sites is None else experiment.sites.held_out,
+        held_out_seed=experiment.condition.seed or 0,
         amp=engine.amp,
         channels_last=engine.channels_last,
         compile=engine.compile,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from medfed.config import CohortSection, explain, read_yaml
 from medfed.data.cohort import Cohort, Task
+from medfed.engines.nvflare.held_out import SiteData, Tells, keep_apart, parted
 from medfed.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from medfed.data.arrays import ArrayDataset
+    from medfed.engines.nvflare.plan import SitePlan
     from medfed.training.bundle import TrainingBundle
 
 SITE_FILE = "site.yaml"
@@ -32,6 +33,11 @@ class SiteSettings(BaseModel):
         allow: further full names of what the bundle may use; see ``medfed bundle check``.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         threads: intra-op threads; ``auto`` takes the cores there are.
+        overrides: bundle keys that this site changes for itself (how its images are prepared and augmented, batch size,
+            paths); what all have agreed on cannot be changed.
+        tell_overrides: the server is told the names of these keys.
+        evaluation: what the server is told of the model on this site's held-out share: ``nothing``, ``counts`` (right
+            and wrong by class, sums, areas under curves), or besides a ``histogram`` of its scores.
         cache: folder of the prepared images; below the site's workspace by default.
         max_message_mb: largest message that this site accepts or sends, where it is less than was agreed, in MB.
     """
@@ -41,6 +47,9 @@ class SiteSettings(BaseModel):
     share: str | None = None
     bundle: str | None = None
     allow: tuple[str, ...] = ()
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    tell_overrides: bool = False
+    evaluation: Tells = "counts"
     device: str = "auto"
     threads: int | Literal["auto"] = "auto"
     cache: Path | None = None
@@ -65,15 +74,17 @@ def read_site(path: Path) -> SiteSettings:
         raise ConfigError("\n  ".join(explain(error, SiteSettings)), where=str(path)) from None
 
 
-def own_data(settings: SiteSettings, task: Task, bundle: TrainingBundle, cache: Path) -> ArrayDataset:
-    """The site's training images, prepared as agreed, with its labels in the job's classes.
+def own_data(settings: SiteSettings, plan: SitePlan, client: str, bundle: TrainingBundle, cache: Path) -> SiteData:
+    """The site's images, prepared with its bundle, with its labels in the job's classes.
 
-    Samples that the reader marks as a test set are left out.
+    Samples that the reader marks as a test set, and all others of these patients, are kept apart to measure the model
+    on; where it marks none, the agreed share of whole patients is. Patients with an identical picture count as one.
 
     Args:
         settings: the site's own.
-        task: the job's classes; the site derives none.
-        bundle: the agreed bundle.
+        plan: what all agreed on; the site derives no classes.
+        client: the site's name.
+        bundle: the site's bundle.
         cache: folder of the image store.
 
     Raises:
@@ -81,20 +92,26 @@ def own_data(settings: SiteSettings, task: Task, bundle: TrainingBundle, cache: 
     """
     from medfed.data.arrays import ArrayDataset
     from medfed.data.store import ImageStore
-    from medfed.experiment import read_section, usable
+    from medfed.experiment import read_section, united, usable
 
     assert settings.cohort is not None
+    task = Task(plan.task, plan.classes)
     cohort = read_section(settings.cohort)
     store = ImageStore.open(Path(os.path.expanduser(settings.cache or cache)), bundle.pipeline())
     built = store.ensure(cohort)
-    cohort = usable(cohort, built.failures, built.corrections).where(lambda table: table["split"] != "test")
-    if len(cohort) < 2:
-        raise DataError(f"{len(cohort)} training images are too few.", where=cohort.name)
-    cohort = in_classes(cohort, task)
+    cohort = usable(cohort, built.failures, built.corrections)
+    cohort = in_classes(united(cohort, dict(built.rows), store.images), task)
+    patients = cohort.table["patient"]
+    marked = patients.isin(patients[cohort.table["split"] == "test"]).to_numpy()
+    if len(cohort) - marked.sum() < 2:
+        raise DataError(f"{len(cohort) - marked.sum()} training images are too few.", where=cohort.name)
     labels = torch.tensor(cohort.labels).to(torch.int64 if task.kind == "multiclass" else torch.float32)
     numbers: dict[str, int] = {}
-    patients = [numbers.setdefault(p, len(numbers)) for p in cohort.table["patient"]]
-    return ArrayDataset(store.images, built.rows_of(cohort.table["sample"]), labels, np.asarray(patients, np.int64))
+    groups = np.asarray([numbers.setdefault(p, len(numbers)) for p in patients], np.int64)
+    data = ArrayDataset(store.images, built.rows_of(cohort.table["sample"]), labels, groups)
+    if marked.any():
+        return parted(data, marked)
+    return keep_apart(data, task.num_classes, plan.held_out, plan.held_out_seed, client)
 
 
 def in_classes(cohort: Cohort, task: Task) -> Cohort:

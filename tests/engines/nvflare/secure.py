@@ -139,7 +139,7 @@ class Secure:
             assert time.monotonic() < deadline, f"waited {limit} s in vain: {what}; {self.records()[-1:]}"
             time.sleep(0.3)
 
-    def rounds(self, more: int, limit: float = 240) -> None:
+    def rounds(self, more: int, limit: float = 600) -> None:
         """Waits for some more rounds."""
         begun = len(self.records())
         self.until(lambda: len(self.records()) >= begun + more, limit, f"{more} more rounds")

@@ -14,15 +14,23 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from medfed.config import validate
+from medfed.data.cohort import Task
 from medfed.engines.nvflare.export import export
-from medfed.engines.nvflare.hospitals import NOT_EVALUATED, agree
-from medfed.engines.nvflare.hosting import open_desk
+from medfed.engines.nvflare.held_out import HELD_OUT
+from medfed.engines.nvflare.hospitals import agree
+from medfed.engines.nvflare.hosting import REPORT, open_desk
 from medfed.engines.nvflare.plan import ServerPlan, SitePlan, read_plan
 from medfed.engines.nvflare.serving import serve
+from medfed.engines.nvflare.site_bundle import agreed_bundle
+from medfed.engines.nvflare.site_settings import own_data, read_site
+from medfed.federation.messages import Message
 from medfed.federation.state import same_state
 from medfed.ledger import LEDGER, differences, read_ledger
 from medfed.report.runs import load_run
 from medfed.tracking.records import RecordLog
+from medfed.training.local import LocalTrainer
+from medfed.training.metrics import metrics_for, pool_scores
+from medfed.training.pooling import NO_HISTOGRAMS, SCORE_BINS
 
 CLASSES = ("CNV", "DME", "DRUSEN", "NORMAL")
 SITES = {"north": ("CNV", "DME", "DRUSEN", "NORMAL"), "south": ("NORMAL", "DME"), "west": ("CNV", "NORMAL")}
@@ -41,7 +49,7 @@ def write_images(root: Path, classes: tuple[str, ...], seed: int) -> Path:
 def data(tmp_path):
     return {
         "name": "trial",
-        "sites": {"names": list(SITES), "classes": list(CLASSES)},
+        "sites": {"names": list(SITES), "classes": list(CLASSES), "held_out": 0.25},
         "bundle": "oct_bscan_classification",
         "overrides": {
             "image_size": [16, 16],
@@ -61,9 +69,9 @@ def data(tmp_path):
     }
 
 
-def settle(kit: Path, root: Path) -> None:
-    (kit / "local").mkdir(parents=True)
-    settings = {"cohort": {"reader": "folder", "root": str(root)}, "device": "cpu", "threads": 1}
+def settle(kit: Path, root: Path, **more) -> None:
+    (kit / "local").mkdir(parents=True, exist_ok=True)
+    settings = {"cohort": {"reader": "folder", "root": str(root)}, "device": "cpu", "threads": 1, **more}
     (kit / "local" / "site.yaml").write_text(yaml.safe_dump(settings))
 
 
@@ -87,13 +95,15 @@ def job(data, tmp_path):
     return export(tmp_path / "experiment.yaml", tmp_path / "job")
 
 
-def test_sites_of_different_classes_train_one_model_and_the_server_says_that_it_cannot_evaluate(job, tmp_path):
+def test_sites_of_different_classes_train_one_model_and_measure_it_on_their_held_out_shares(job, tmp_path):
     run, _ = run_job(job, tmp_path)
     records = RecordLog(run / "records.jsonl").read()
     assert [r["admitted"] for r in records] == [sorted(SITES)] * 2
-    assert records[0]["clients"]["north"]["samples"] == 16
-    assert records[0]["clients"]["south"]["samples"] == 8
-    assert NOT_EVALUATED in records[0]["warnings"]
+    assert records[0]["clients"]["north"]["samples"] == 12  # a quarter of 16 is held out
+    assert records[0]["clients"]["south"]["samples"] == 6
+    assert records[0]["asked"] == sorted(SITES)
+    assert records[0]["warnings"] == []
+    check_evaluation(records[-1], run, tmp_path)
     meta = json.loads((run / "run.json").read_text())
     assert (meta["status"], meta["classes"]) == ("completed", list(CLASSES))
     model = load_file(run / "model.safetensors")
@@ -106,6 +116,82 @@ def test_sites_of_different_classes_train_one_model_and_the_server_says_that_it_
         assert differences(sent, [e for e in received if e["client"] == name]) == ([], [])
     for path in run.rglob("*"):  # where a site keeps its images is nowhere at the server
         assert not path.is_file() or str(tmp_path / "images").encode() not in path.read_bytes()
+
+
+def check_evaluation(record: dict, run: Path, tmp_path: Path) -> None:
+    """The record is what the final model is worth on the held-out images, found by other means: all put together."""
+    plan = read_plan(SitePlan, tmp_path / "job" / "medfed_site" / "config")
+    model, parts = load_file(run / "model.safetensors"), {}
+    for name in SITES:
+        kit = tmp_path / "kits" / name
+        bundle = agreed_bundle(plan)
+        own = own_data(read_site(kit / "local" / "site.yaml"), plan, name, bundle, kit / "medfed" / "cache")
+        trainer = LocalTrainer(bundle, device="cpu", threads=1)
+        trainer.load(model)
+        parts[name] = trainer.predict(own.held_out).numpy(), own.held_out.labels.numpy()
+    task = Task(plan.task, plan.classes)
+    want = metrics_for(task, *pool_scores(parts.values()))
+    found = record["evaluation"]
+    assert found["clean"]["samples"] == 8
+    assert found["pooled"]["sites"] == 3
+    for name, value in want.values.items():
+        if not name.startswith("auc"):
+            assert found["clean"][name] == pytest.approx(value), name
+    assert found["clean"]["auc_ovo"] is None
+    assert record["undefined"]["clean/auc_ovo"] == NO_HISTOGRAMS
+    for site, (scores, labels) in parts.items():
+        assert found["clients"][site] == pytest.approx(metrics_for(task, scores, labels, per_class=False).values)
+    assert found["client_mean"]["auc_ovo"] == found["clients"]["north"]["auc_ovo"]  # the others lack classes
+    assert found["client_mean"]["auc_ovo_sites"] == 1
+
+
+def told(tmp_path: Path, run: Path, site: str) -> list[dict]:
+    entries = read_ledger(tmp_path / "kits" / site / "medfed" / run.name / site / LEDGER)
+    return [e for e in entries if e["task"] == HELD_OUT]
+
+
+def test_each_site_decides_what_it_tells_and_the_ledger_shows_it(job, tmp_path):
+    settle(tmp_path / "kits" / "south", tmp_path / "images" / "south", evaluation="nothing")
+    own = {"batch_size": 3, "augment::flip": 0.0625}
+    settle(
+        tmp_path / "kits" / "west", tmp_path / "images" / "west",
+        evaluation="histogram", overrides=own, tell_overrides=True,
+    )  # fmt: skip
+    run, _ = run_job(job, tmp_path)
+    records = RecordLog(run / "records.jsonl").read()
+    assert records[0]["evaluation"]["pooled"]["sites"] == 2
+    assert sorted(records[0]["evaluation"]["clients"]) == ["north", "west"]
+    assert records[0]["warnings"] == ["held-out share of south: it tells of none"]
+    assert [e["values"] for e in told(tmp_path, run, "south")] == [{HELD_OUT: 0}] * 2
+    assert [e["tensors"] for e in told(tmp_path, run, "north")] == [[]] * 2
+    entry = told(tmp_path, run, "west")[0]
+    assert entry["tensors"] == [["scores/histogram", "int32", [4, 4, SCORE_BINS]]]
+    assert set(entry["values"]) == {HELD_OUT, *["non_finite", "counts", "losses", "calibration", "areas", "overrides"]}
+    assert sum(map(sum, entry["values"]["counts"])) == entry["values"][HELD_OUT] == 2
+    assert {c: v.get("overrides") for c, v in records[0]["clients"].items()} == {
+        "north": None, "south": None, "west": "augment::flip, batch_size",
+    }  # fmt: skip
+    report = json.loads((tmp_path / "kits" / "west" / "medfed" / run.name / "west" / REPORT).read_text())
+    assert (report["overrides"], report["held_out_images"], report["training_images"]) == (own, 2, 6)
+    text = (run / "records.jsonl").read_text() + (run / LEDGER).read_text()
+    assert "0.0625" not in text  # names, no values
+
+
+def test_a_site_that_tells_nonsense_is_left_out_of_the_evaluation(job, tmp_path, monkeypatch):
+    from medfed.engines.nvflare import held_out
+
+    real = held_out.pack_figures
+
+    def lie(figures, values=None):
+        message = real(figures, values)
+        return message if figures.samples != 4 else Message(message.tensors, {**message.values, "counts": [[9]]})
+
+    monkeypatch.setattr(held_out, "pack_figures", lie)
+    run, _ = run_job(job, tmp_path)
+    record = RecordLog(run / "records.jsonl").read()[-1]
+    assert record["warnings"] == ["held-out share of north: sent counts of a wrong form"]
+    assert sorted(record["evaluation"]["clients"]) == ["south", "west"]
+    assert record["admitted"] == sorted(SITES)
 
 
 def test_a_job_that_is_submitted_again_is_done(job, tmp_path):
@@ -124,8 +210,9 @@ def test_test_images_at_the_server_are_used_for_evaluation_alone(data, job, tmp_
     run, said = run_job(export(tmp_path / "experiment.yaml", tmp_path / "job2"), tmp_path)
     assert "8 test images at the server" in said
     record = RecordLog(run / "records.jsonl").read()[-1]
-    assert 0 <= record["evaluation"]["clean"]["accuracy"] <= 1
-    assert NOT_EVALUATED not in record["warnings"]
+    assert record["evaluation"]["clean"]["samples"] == 8
+    assert record["evaluation"]["held_out"]["samples"] == 8
+    assert sorted(record["evaluation"]["clients"]) == sorted(SITES)
     other, _ = run_job(job, tmp_path)
     assert same_state(load_file(run / "model.safetensors"), load_file(other / "model.safetensors"))
 

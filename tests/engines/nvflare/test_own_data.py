@@ -13,8 +13,9 @@ from PIL import Image
 from medfed.config import validate
 from medfed.data.cohort import Task
 from medfed.engines.nvflare.hospitals import NOT_EVALUATED, agree
-from medfed.engines.nvflare.hosting import ERRORS, agreed_bundle, open_desk
+from medfed.engines.nvflare.hosting import ERRORS, open_desk
 from medfed.engines.nvflare.plan import SitePlan, site_names, site_plan
+from medfed.engines.nvflare.site_bundle import agreed_bundle, own_keys, site_bundle
 from medfed.engines.nvflare.site_settings import SiteSettings, own_data, read_site
 from medfed.engines.nvflare.wire import TASK, own_values, pack_request, unpack
 from medfed.errors import ConfigError, DataError
@@ -38,7 +39,7 @@ def write_images(root: Path, classes: tuple[str, ...], each: int = 3) -> Path:
 def experiment():
     return validate(
         {
-            "sites": {"names": ["north", "south"], "classes": list(CLASSES)},
+            "sites": {"names": ["north", "south"], "classes": list(CLASSES), "held_out": 0.25},
             "bundle": "oct_bscan_classification",
             "overrides": {
                 "image_size": [16, 16],
@@ -81,13 +82,12 @@ def ask(desk, task="train", model=None, **values):
 def test_a_site_without_some_classes_trains_with_the_numbers_of_the_job(plan, experiment, workspace, tmp_path):
     root = write_images(tmp_path / "images", ("NORMAL", "DME"))
     settle(workspace, cohort={"reader": "folder", "root": str(root)})
-    data = own_data(
-        read_site(workspace / "local" / "site.yaml"), Task("multiclass", CLASSES), agreed_bundle(plan), tmp_path
-    )
-    assert sorted(data.labels.tolist()) == [1, 1, 1, 3, 3, 3]  # DME and NORMAL of the job, not 0 and 1 of the folder
+    data = own_data(read_site(workspace / "local" / "site.yaml"), plan, "north", agreed_bundle(plan), tmp_path)
+    labels = [*data.training.labels.tolist(), *data.held_out.labels.tolist()]
+    assert sorted(labels) == [1, 1, 1, 3, 3, 3]  # DME and NORMAL of the job, not 0 and 1 of the folder
     header, answer = ask(open_desk(plan, "north", workspace), model=agree(experiment).initial_model(), **train_values())
     assert header["kind"] == "reply", header
-    assert answer.values["samples"] == 6
+    assert answer.values["samples"] == len(data.training)
     assert str(root) not in json.dumps(header)
     assert (workspace / "medfed" / "r1" / "north" / LEDGER).is_file()
 
@@ -170,6 +170,60 @@ def test_overrides_that_are_code_are_refused_before_anything_is_evaluated(plan, 
     assert "learning_rate" in (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
 
 
+@pytest.mark.parametrize(
+    "key", ["network_def::layers", "classes", "image_size", "learning_rate", "normalize::mean", "step", "in_channels"]
+)
+def test_an_override_of_what_is_agreed_is_refused_and_named_at_the_site_only(plan, workspace, key):
+    settle(workspace, share="x", overrides={key: 1, "batch_size": 2})
+    header, _ = ask(open_desk(plan, "north", workspace))
+    assert header["reason"] == "cannot take part: its site.yaml overrides what all sites have agreed on"
+    said = (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
+    assert f"overrides: {key}" in said
+    assert "A site may override augment, batch_size" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({"augment::flop": 1}, "cannot take part: its overrides do not fit the bundle"),
+        ({"batch_size": 0}, "cannot take part: its overrides do not fit the bundle"),
+        ({"prepare::transforms::3::size": [8, 8]}, "cannot take part: its images and labels cannot be used"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_refused(plan, workspace, tmp_path, overrides, reason):
+    root = write_images(tmp_path / "images", ("NORMAL", "DME"))
+    settle(workspace, cohort={"reader": "folder", "root": str(root)}, overrides=overrides)
+    header, _ = ask(open_desk(plan, "north", workspace))
+    assert header["reason"] == reason
+
+
+def test_an_override_that_is_code_is_refused_before_anything_is_evaluated(plan, workspace, tmp_path):
+    code = f"$__import__('pathlib').Path('{tmp_path / 'ran'}').touch()"
+    settle(workspace, share="x", overrides={"batch_size": code})
+    header, _ = ask(open_desk(plan, "north", workspace))
+    assert "holds what it may not hold" in header["reason"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_site_prepares_its_images_its_own_way(plan, workspace, tmp_path):
+    root = write_images(tmp_path / "images", ("NORMAL", "DME"))
+    whole = own_data(
+        SiteSettings(cohort={"reader": "folder", "root": root}), plan, "north", agreed_bundle(plan), tmp_path
+    )
+    settings = SiteSettings(cohort={"reader": "folder", "root": root}, overrides={"fit": "pad", "batch_size": 2})
+    bundle = site_bundle(plan, settings)
+    assert (bundle.batch_size, bundle.config["fit"]) == (2, "pad")
+    assert bundle.config["network_def"] == agreed_bundle(plan).config["network_def"]
+    own = own_data(settings, plan, "north", bundle, tmp_path)
+    assert len(own.training) == len(whole.training)
+    for name in ("oct_bscan_classification", "rsna_ich_ct_classification", "isic_dermoscopy_classification"):
+        from medfed.training.bundle import TrainingBundle
+
+        keys = own_keys(TrainingBundle.load(name))
+        assert {"load", "prepare", "augment", "batch_size", "device"} <= set(keys)
+        assert not {"classes", "task", "network_def", "image_size", "in_channels", "optimizer", "step"} & set(keys)
+
+
 def test_a_task_of_nvflare_that_is_not_medfeds_is_refused(plan, workspace):
     settle(workspace, share="x")
     header, _ = unpack(open_desk(plan, "north", workspace).answer("validate", b"", "{}"))
@@ -202,8 +256,9 @@ def test_multilabel_needs_every_label(tmp_path):
         in_classes(cohort, Task("multiclass", ("a", "b")))
 
 
-def test_a_server_without_images_says_that_it_does_not_evaluate(experiment):
-    agreed = agree(experiment)
+def test_a_server_without_images_and_held_out_shares_says_that_it_does_not_evaluate(experiment):
+    sites = experiment.sites.model_copy(update={"held_out": 0})
+    agreed = agree(experiment.model_copy(update={"sites": sites}))
     assert agreed.names == ("north", "south")
     assert agreed.evaluation(1, print)(None) == {"warnings": [NOT_EVALUATED]}
 

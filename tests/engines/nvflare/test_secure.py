@@ -69,7 +69,8 @@ def test_the_model_is_bitwise_that_of_the_local_engine_and_a_stranger_stays_outs
 
 
 def test_a_late_site_a_killed_site_and_a_killed_server(make):
-    federation = make(rounds=30, participation={"quorum": 2, "grace": 6.0, "timeout": 120})
+    # The timeout is far above what it takes a site to start, also on a busy machine.
+    federation = make(rounds=30, participation={"quorum": 2, "grace": 6.0, "timeout": 900})
     session = federation.start_all()
     federation.submit(session)
     federation.rounds(2)
@@ -93,7 +94,7 @@ def test_a_late_site_a_killed_site_and_a_killed_server(make):
     federation.start(SERVER)
     session = federation.connect()
     job = federation.submit(session)  # the same job goes on with the same run
-    federation.rounds(1)
+    federation.rounds(1, 900)
     assert federation.records()[done]["round"] == done + 1
     assert federation.records()[done]["admitted"] == SITES
     assert federation.finish(session, job, 900) == "FINISHED:COMPLETED"
