@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +33,8 @@ _CONFIGS = (".json", ".yaml", ".yml")
 # What Python would import or unpickle from the bundle's folder, which MONAI puts on the search path.
 _CODE = (".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pth", ".egg", ".whl", ".zip")
 _LOGGING_CLASSES = ("StreamHandler", "NullHandler", "logging.StreamHandler", "logging.NullHandler")
-_MOST_BYTES = 1_000_000
+# Of all configurations together: a generous bound for what is written by hand, and what is read before it is refused.
+_MOST_BYTES = 250_000
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def check_bundle(
         ConfigError: there is no such bundle.
     """
     root = find_bundle(folder)
+    # What cannot be read safely (a link to a device, a pipe, gigabytes) is not read at all.
+    if file_faults := list(_file_faults(root)):
+        raise BundleRefused(root, file_faults)
     faults = list(_faults(root, allow))
     faults += walk(dict(overrides or {}), "overrides", allow, paths=(*LOCAL_KEYS, "weights"))
     found = bundle_hash(root)
@@ -112,7 +117,7 @@ def bundle_hash(root: Path) -> str:
     total = hashlib.sha256()
     for path in config_files(root):
         content = path.read_bytes().replace(b"\r\n", b"\n")
-        total.update(f"{_below(root, path)}\0{len(content)}\0".encode() + content)
+        total.update(f"{_below(root, path)}\0{len(content)}\0".encode(errors="surrogateescape") + content)
     return total.hexdigest()
 
 
@@ -120,30 +125,37 @@ def _below(root: Path, path: Path) -> str:
     return path.relative_to(root).as_posix()
 
 
+def _file_faults(root: Path) -> Iterator[Fault]:
+    """Links, code and what is no file, anywhere in the bundle; nothing is opened."""
+    for folder, folders, files in os.walk(root):
+        for name in sorted((*folders, *files)):
+            path = Path(folder, name)
+            if path.is_symlink():
+                yield Fault(_below(root, path), "it is a symbolic link.", "Put the file itself there.")
+            elif not path.is_file() and not path.is_dir():
+                yield Fault(_below(root, path), "it is neither a file nor a folder.", "Remove it.")
+            elif path.suffix.lower() in _CODE and path.is_file():
+                yield Fault(_below(root, path), "it is code or may hold code.", "Install code as a package instead.")
+    configs = config_files(root)
+    if sum(path.stat().st_size for path in configs) > _MOST_BYTES:
+        what = f"its files are larger than {_MOST_BYTES} bytes together."
+        yield Fault("configs", what, "Configurations are short text; put nothing else there.")
+    for path in configs:
+        if not os.access(path, os.R_OK):
+            yield Fault(_below(root, path), "it cannot be read.", "Let this user read it.")
+
+
 def _faults(root: Path, allow: Collection[str]) -> Iterator[Fault]:
-    yield from _file_faults(root)
+    """What the configurations hold."""
     for path in config_files(root):
         name = _below(root, path)
-        if path.stat().st_size > _MOST_BYTES:
-            yield Fault(name, f"it is larger than {_MOST_BYTES} bytes.", "A configuration is short text.")
-        elif path.suffix.lower() in _CONFIGS:
+        if path.suffix.lower() in _CONFIGS:
             yield from _config_faults(path, name, allow)
         elif path.name == "logging.conf":
             yield from _logging_faults(path, name)
         else:
             yield Fault(name, "it is no configuration.", f"Keep {', '.join(_CONFIGS)} and logging.conf there.")
     yield from _metadata_faults(root)
-
-
-def _file_faults(root: Path) -> Iterator[Fault]:
-    """Links and code anywhere in the bundle."""
-    for folder, folders, files in os.walk(root):
-        for name in sorted((*folders, *files)):
-            path = Path(folder, name)
-            if path.is_symlink():
-                yield Fault(_below(root, path), "it is a symbolic link.", "Put the file itself there.")
-            elif path.suffix.lower() in _CODE and path.is_file():
-                yield Fault(_below(root, path), "it is code or may hold code.", "Install code as a package instead.")
 
 
 def _config_faults(path: Path, name: str, allow: Collection[str]) -> Iterator[Fault]:
@@ -167,8 +179,7 @@ def _read_json(path: Path) -> tuple[Any, list[str]]:
     repeated: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in items]
-        repeated.extend(key for n, key in enumerate(keys) if key in keys[:n])
+        repeated.extend(_repeated(key for key, _ in items))
         return dict(items)
 
     return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=pairs), repeated
@@ -185,12 +196,15 @@ def _read_yaml(path: Path) -> tuple[Any, list[str]]:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]
-            repeated += [key for n, key in enumerate(keys) if key in keys[:n]]
+            repeated += _repeated(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode))
             waiting += [part for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
             waiting += node.value
     return read_config(path), repeated
+
+
+def _repeated(keys: Iterable[str]) -> list[str]:
+    return [key for key, times in Counter(keys).items() if times > 1]
 
 
 def _logging_faults(path: Path, name: str) -> Iterator[Fault]:
@@ -230,10 +244,10 @@ def _metadata_faults(root: Path) -> Iterator[Fault]:
     """Keys and versions."""
     try:
         metadata = _metadata(root)
-    except FileNotFoundError:
+    except OSError:
         yield Fault(METADATA, "it is missing.", "Add it; see bundles/.")
         return
-    except ValueError:
+    except (ValueError, RecursionError):
         yield Fault(METADATA, "it is not JSON.", "Mend that file.")
         return
     if not isinstance(metadata, dict):
@@ -243,22 +257,29 @@ def _metadata_faults(root: Path) -> Iterator[Fault]:
     if missing:
         yield Fault(METADATA, f"it lacks {', '.join(missing)}.", "Add them; see bundles/.")
         return
-    if metadata["version"] not in (metadata.get("changelog") or {}):
+    changelog = metadata["changelog"]
+    if not isinstance(changelog, dict) or str(metadata["version"]) not in changelog:
         yield Fault(METADATA, f"version {metadata['version']} is not in the changelog.", "Add it there.")
     packages = metadata.get("required_packages_version") or {}
+    if not isinstance(packages, dict):
+        yield Fault(METADATA, "required_packages_version is no mapping of packages to versions.", "See bundles/.")
+        return
     wanted = {
         "monai": metadata["monai_version"],
         "torch": metadata["pytorch_version"],
         "numpy": metadata["numpy_version"],
     }
-    for package, least in {**wanted, **(packages if isinstance(packages, dict) else {})}.items():
-        yield from _version_fault(str(package), str(least))
+    for package, least in {**wanted, **packages}.items():
+        if isinstance(least, str) and re.match(r"\d", least):
+            yield from _version_fault(str(package), least)
+        else:
+            yield Fault(METADATA, f"{least!r} is no version of {package}.", 'E.g. "1.6.1".')
 
 
 def _version_fault(package: str, least: str) -> Iterator[Fault]:
     try:
         have = version(package)
-    except PackageNotFoundError:
+    except (PackageNotFoundError, ValueError):
         yield Fault(METADATA, f"it needs {package} {least}, which is not installed.", f"pip install {package}.")
         return
     if _numbers(have) < _numbers(least):
@@ -266,4 +287,4 @@ def _version_fault(package: str, least: str) -> Iterator[Fault]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", text.partition("+")[0])[:3])
+    return tuple(int(n) for n in re.findall(r"\d{1,9}", text.partition("+")[0])[:3])

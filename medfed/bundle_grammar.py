@@ -95,7 +95,9 @@ class Fault:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} {self.fix}".rstrip()
+        text = f"{self.where}: {self.what} {self.fix}".rstrip()
+        # Names and keys are the bundle's: control characters would reach the terminal, half a surrogate no file.
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def walk(config: Any, where: str, allow: Collection[str] = (), paths: Collection[str] | None = ()) -> Iterator[Fault]:
@@ -227,11 +229,23 @@ def _node_fault(node: ast.AST) -> str | None:
         return _reference_fault(node)
     if isinstance(node, ast.Call):
         return _call_fault(node)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str) and _UPWARDS.search(node.value):
-        return "it leads out of the bundle"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return "it leads out of the bundle" if _OUTSIDE.match(node.value) or _UPWARDS.search(node.value) else None
+    if continued := _continued_path(node):
+        return _node_fault(continued[0]) or ("it leads out of the bundle" if _UPWARDS.search(continued[1]) else None)
     if not isinstance(node, _PLAIN):
         return f"{type(node).__name__} is not part of the grammar"
     return next(filter(None, map(_node_fault, ast.iter_child_nodes(node))), None)
+
+
+def _continued_path(node: ast.AST) -> tuple[ast.expr, str] | None:
+    """The two sides of text after a reference (``@bundle_root + '/models'``): the text does not begin a path."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and isinstance(node.right, ast.Constant)):
+        return None
+    first = node.left
+    while isinstance(first, ast.BinOp) and isinstance(first.op, ast.Add):
+        first = first.left
+    return (node.left, node.right.value) if isinstance(node.right.value, str) and _is_reference(first) else None
 
 
 def _call_fault(node: ast.Call) -> str | None:

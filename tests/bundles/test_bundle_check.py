@@ -1,6 +1,8 @@
 """A bundle that holds code is refused, whatever way the code is hidden, and nothing of it is executed."""
 
 import contextlib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,7 @@ MALICIOUS = {
     "bundle in a bundle": ({"train": extended("initialize", "$monai.bundle.run('x')")}, "monai.bundle.run"),
     "path": ({"train": at("model_dir", "/etc/cron.d")}, "outside the bundle"),
     "path upwards": ({"train": at("model_dir", "models/../../x")}, "outside the bundle"),
+    "path in an expression": ({"train": at("model_dir", "$'/etc' + '/cron.d'")}, "out of the bundle"),
     "path upwards in an expression": ({"train": at("model_dir", "$@bundle_root + '/../x'")}, "out of the bundle"),
     "object of YAML": ({"train": at("seed", __import__("datetime").date(2026, 1, 1))}, "of the kind date"),
 }
@@ -149,6 +152,61 @@ def test_content_without_end_is_refused_at_once(own, text):
     (folder / "configs" / "evaluate.yaml").write_text(text)
     with pytest.raises(BundleRefused, match="too large or nested too deeply"):
         check_bundle(folder)
+
+
+def test_what_is_not_safe_to_read_is_not_read(own, monkeypatch):
+    """A link to a device, a pipe or gigabytes, also in the place of a file that is always read."""
+    monkeypatch.setattr(Path, "read_text", lambda *a, **k: pytest.fail("it was read"))
+    monkeypatch.setattr(Path, "read_bytes", lambda *a: pytest.fail("it was read"))
+    folder = own()
+    metadata = folder / "configs" / "metadata.json"
+    for make, said in (
+        (lambda path: path.symlink_to("/dev/zero"), "it is a symbolic link"),
+        (os.mkfifo, "neither a file nor a folder"),
+        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**33), "larger than 250000 bytes together"),
+    ):
+        metadata.unlink()
+        make(metadata)
+        with pytest.raises(BundleRefused, match=said):
+            check_bundle(folder)
+
+
+@pytest.mark.parametrize("values", ["[]", "5", "{}", '"x"', "null", "[1, [2]]", '{"a": {"b": 1}}', "9" * 5000, "NaN"])
+def test_metadata_of_another_kind_is_refused_with_a_reason(own, values):
+    """Whatever stands at a key, or instead of everything, the answer is a refusal and no other error."""
+    folder = own()
+    path = folder / "configs" / "metadata.json"
+    good = json.loads(path.read_text())
+    for key in ("version", "changelog", "monai_version", "required_packages_version"):
+        path.write_text(json.dumps({**good, key: "HERE"}).replace('"HERE"', values))
+        if (key, values) in {("required_packages_version", v) for v in ("[]", "{}", "null")}:
+            check_bundle(folder)
+        else:
+            with pytest.raises(BundleRefused, match=r"metadata\.json"):
+                check_bundle(folder)
+    path.write_text(values)
+    with pytest.raises(BundleRefused, match=r"metadata\.json"):
+        check_bundle(folder)
+
+
+def test_deep_metadata_is_refused(own):
+    folder = own()
+    (folder / "configs" / "metadata.json").write_text("[" * 50_000 + "]" * 50_000)
+    with pytest.raises(BundleRefused, match="it is not JSON"):
+        check_bundle(folder)
+
+
+def test_names_of_a_bundle_cannot_write_to_the_terminal(own):
+    folder = own()
+    (folder / "configs" / "\x1b[2J.yaml").write_text("a: [$x]")
+    with open(os.fsencode(folder) + b"/configs/\xff.yaml", "w") as file:
+        file.write('"\\e[2Jk": 1\n')
+    with pytest.raises(BundleRefused) as refused:
+        check_bundle(folder)
+    said = str(refused.value)
+    for name in (r"configs/\x1b[2J.yaml", r"configs/\udcff.yaml"):
+        assert name in said
+    assert all(c.isprintable() or c == "\n" for c in said)
 
 
 @pytest.mark.parametrize("text", ["a: !!python/object/apply:os.system ['touch ran']", "a: [", "- 1", "\x00"])
