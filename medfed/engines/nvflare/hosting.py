@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from medfed.data.cohort import Task
 from medfed.engines.host import ClientHost
 from medfed.engines.nvflare.held_out import HELD_OUT, SiteData, keep_apart, measuring
-from medfed.engines.nvflare.plan import SitePlan
+from medfed.engines.nvflare.plan import RUNS, SitePlan
 from medfed.engines.nvflare.shares import open_share, share_path
 from medfed.engines.nvflare.site import Desk
 from medfed.engines.nvflare.site_bundle import site_bundle
@@ -30,7 +30,7 @@ ERRORS, REPORT = "errors.log", "site.json"
 
 
 def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
-    """A site's desk: everything is kept below ``<workspace>/medfed/<run>``, and found there again after a restart.
+    """A site's desk: everything is kept below ``<workspace>/runs/<run>``, and found there again after a restart.
 
     What goes wrong with the site's own settings and data is told in ``errors.log`` there, and nowhere else: NVFlare's
     log may be read from outside.
@@ -45,7 +45,7 @@ def open_desk(plan: SitePlan, site: str, workspace: Path) -> Desk:
     """
     plan.enter()
     client = plan.client(site)
-    clients = Path(plan.simulation.clients) if plan.simulation else workspace / "medfed" / plan.run
+    clients = Path(plan.simulation.clients) if plan.simulation else workspace / RUNS / plan.run
     own = clients / client_folder(client)
 
     def log(text: str) -> None:
@@ -93,7 +93,7 @@ def own_data_of(
 ) -> SiteData:
     """The client's images and labels, from its share of a condition or from its own files, and what it keeps apart."""
     if settings.share is None:
-        return own_data(settings, plan, client, bundle, workspace / "medfed" / "cache")
+        return own_data(settings, plan, client, bundle, workspace / "cache")
     share = open_share(base / settings.share, client)
     return keep_apart(share, len(plan.classes), plan.held_out, plan.held_out_seed, client)
 

@@ -10,7 +10,7 @@ from medfed.conducting import conduct
 from medfed.config import Experiment, validate
 from medfed.engines.nvflare.engine import NVFlareEngine, Post
 from medfed.engines.nvflare.hospitals import agree
-from medfed.engines.nvflare.plan import ServerPlan
+from medfed.engines.nvflare.plan import RUNS, ServerPlan
 from medfed.engines.planning import available_cores
 from medfed.errors import FederationError
 from medfed.experiment import Prepared, Say, prepare
@@ -46,7 +46,7 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
             fix="Export the job anew.",
         )
     simulated = plan.folder is not None
-    folder = open_run(prepared, Path(plan.folder) if plan.folder else workspace / "medfed" / plan.run, plan.run)
+    folder = open_run(prepared, Path(plan.folder) if plan.folder else workspace / RUNS / plan.run, plan.run)
     # In a simulation the process that started it keeps others away from the run.
     with contextlib.nullcontext() if simulated else folder.held():
         check_unchanged(prepared, folder.meta(), folder.path)
@@ -71,7 +71,7 @@ def serve_hospitals(
     opened: Callable[[NVFlareEngine], object],
 ) -> None:
     """Runs what remains of a run whose images are at real sites; see :func:`serve`."""
-    agreed, path = agree(experiment), workspace / "medfed" / plan.run
+    agreed, path = agree(experiment), workspace / RUNS / plan.run
     if (path / META).is_file():
         folder = RunFolder.open(path)
     else:

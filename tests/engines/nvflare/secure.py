@@ -20,6 +20,8 @@ import psutil
 import yaml
 from experiments import environment
 
+from medfed.engines.nvflare.plan import RUNS
+
 SERVER, ADMIN = "localhost", "admin@hospital.org"
 MODULES = {True: "nvflare.private.fed.app.server.server_train", False: "nvflare.private.fed.app.client.client_train"}
 
@@ -126,7 +128,7 @@ class Secure:
     @property
     def run(self) -> Path:
         """The run's folder at the server."""
-        return next((self.kits / SERVER / "medfed").iterdir())
+        return next((self.kits / SERVER / RUNS).iterdir())
 
     def records(self) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, StopIteration):

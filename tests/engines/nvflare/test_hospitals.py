@@ -19,7 +19,7 @@ from medfed.engines.nvflare.export import export
 from medfed.engines.nvflare.held_out import HELD_OUT
 from medfed.engines.nvflare.hospitals import agree
 from medfed.engines.nvflare.hosting import REPORT, open_desk
-from medfed.engines.nvflare.plan import ServerPlan, SitePlan, read_plan
+from medfed.engines.nvflare.plan import RUNS, ServerPlan, SitePlan, read_plan
 from medfed.engines.nvflare.serving import serve
 from medfed.engines.nvflare.site_bundle import agreed_bundle
 from medfed.engines.nvflare.site_settings import own_data, read_site
@@ -84,7 +84,7 @@ def run_job(job: Path, tmp_path: Path) -> tuple[Path, list[str]]:
         for name in SITES:
             f.sites[name].executor._desk = open_desk(site_plan, name, tmp_path / "kits" / name)
         serve(plan, f.controller._post, tmp_path / "kits" / "server", said.append, lambda engine: None)
-    return tmp_path / "kits" / "server" / "medfed" / plan.run, said
+    return tmp_path / "kits" / "server" / RUNS / plan.run, said
 
 
 @pytest.fixture
@@ -104,6 +104,9 @@ def test_sites_of_different_classes_train_one_model_and_measure_it_on_their_held
     assert records[0]["asked"] == sorted(SITES)
     assert records[0]["warnings"] == []
     check_evaluation(records[-1], run, tmp_path)
+    for kit in (tmp_path / "kits").iterdir():  # where NVFlare's processes start: nothing there is taken for the package
+        assert {p.name for p in kit.iterdir()} <= {"local", RUNS, "cache"}
+        assert not (kit / "medfed").exists()
     meta = json.loads((run / "run.json").read_text())
     assert (meta["status"], meta["classes"]) == ("completed", list(CLASSES))
     model = load_file(run / "model.safetensors")
@@ -112,7 +115,7 @@ def test_sites_of_different_classes_train_one_model_and_measure_it_on_their_held
     assert (run / "report.html").is_file()
     received = read_ledger(run / LEDGER)
     for name in SITES:
-        sent = read_ledger(tmp_path / "kits" / name / "medfed" / run.name / name / LEDGER)
+        sent = read_ledger(tmp_path / "kits" / name / RUNS / run.name / name / LEDGER)
         assert differences(sent, [e for e in received if e["client"] == name]) == ([], [])
     for path in run.rglob("*"):  # where a site keeps its images is nowhere at the server
         assert not path.is_file() or str(tmp_path / "images").encode() not in path.read_bytes()
@@ -125,7 +128,7 @@ def check_evaluation(record: dict, run: Path, tmp_path: Path) -> None:
     for name in SITES:
         kit = tmp_path / "kits" / name
         bundle = agreed_bundle(plan)
-        own = own_data(read_site(kit / "local" / "site.yaml"), plan, name, bundle, kit / "medfed" / "cache")
+        own = own_data(read_site(kit / "local" / "site.yaml"), plan, name, bundle, kit / "cache")
         trainer = LocalTrainer(bundle, device="cpu", threads=1)
         trainer.load(model)
         parts[name] = trainer.predict(own.held_out).numpy(), own.held_out.labels.numpy()
@@ -146,7 +149,7 @@ def check_evaluation(record: dict, run: Path, tmp_path: Path) -> None:
 
 
 def told(tmp_path: Path, run: Path, site: str) -> list[dict]:
-    entries = read_ledger(tmp_path / "kits" / site / "medfed" / run.name / site / LEDGER)
+    entries = read_ledger(tmp_path / "kits" / site / RUNS / run.name / site / LEDGER)
     return [e for e in entries if e["task"] == HELD_OUT]
 
 
@@ -171,7 +174,7 @@ def test_each_site_decides_what_it_tells_and_the_ledger_shows_it(job, tmp_path):
     assert {c: v.get("overrides") for c, v in records[0]["clients"].items()} == {
         "north": None, "south": None, "west": "augment::flip, batch_size",
     }  # fmt: skip
-    report = json.loads((tmp_path / "kits" / "west" / "medfed" / run.name / "west" / REPORT).read_text())
+    report = json.loads((tmp_path / "kits" / "west" / RUNS / run.name / "west" / REPORT).read_text())
     assert (report["overrides"], report["held_out_images"], report["training_images"]) == (own, 2, 6)
     text = (run / "records.jsonl").read_text() + (run / LEDGER).read_text()
     assert "0.0625" not in text  # names, no values

@@ -14,7 +14,7 @@ from medfed.config import validate
 from medfed.data.cohort import Task
 from medfed.engines.nvflare.hospitals import NOT_EVALUATED, agree
 from medfed.engines.nvflare.hosting import ERRORS, open_desk
-from medfed.engines.nvflare.plan import SitePlan, site_names, site_plan
+from medfed.engines.nvflare.plan import RUNS, SitePlan, site_names, site_plan
 from medfed.engines.nvflare.site_bundle import agreed_bundle, own_keys, site_bundle
 from medfed.engines.nvflare.site_settings import SiteSettings, own_data, read_site
 from medfed.engines.nvflare.wire import TASK, own_values, pack_request, unpack
@@ -89,7 +89,7 @@ def test_a_site_without_some_classes_trains_with_the_numbers_of_the_job(plan, ex
     assert header["kind"] == "reply", header
     assert answer.values["samples"] == len(data.training)
     assert str(root) not in json.dumps(header)
-    assert (workspace / "medfed" / "r1" / "north" / LEDGER).is_file()
+    assert (workspace / RUNS / "r1" / "north" / LEDGER).is_file()
 
 
 def train_values() -> dict:
@@ -122,8 +122,8 @@ def test_a_class_that_was_not_agreed_on_is_refused_and_its_name_stays_at_the_sit
     settle(workspace, cohort={"reader": "folder", "root": str(root)})
     header, _ = ask(open_desk(plan, "north", workspace))
     assert header["reason"] == "cannot take part: its images and labels cannot be used"
-    assert "the job has no class 'SECRETCLASS'" in (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
-    assert "SECRETCLASS" not in (workspace / "medfed" / "r1" / "north" / LEDGER).read_text()
+    assert "the job has no class 'SECRETCLASS'" in (workspace / RUNS / "r1" / "north" / ERRORS).read_text()
+    assert "SECRETCLASS" not in (workspace / RUNS / "r1" / "north" / LEDGER).read_text()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_settings_that_are_not_valid_are_told_at_the_site_only(plan, workspace, 
     settle(workspace, **settings)
     header, _ = ask(open_desk(plan, "north", workspace))
     assert header["reason"] == "cannot take part: its site.yaml cannot be used"
-    assert read_ledger(workspace / "medfed" / "r1" / "north" / LEDGER)[0]["kind"] == "refusal"
+    assert read_ledger(workspace / RUNS / "r1" / "north" / LEDGER)[0]["kind"] == "refusal"
     with pytest.raises(ConfigError):
         read_site(workspace / "local" / "site.yaml")
 
@@ -167,7 +167,7 @@ def test_overrides_that_are_code_are_refused_before_anything_is_evaluated(plan, 
     header, _ = ask(open_desk(evil, "north", workspace))
     assert "holds what it may not hold" in header["reason"]
     assert not (tmp_path / "ran").exists()
-    assert "learning_rate" in (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
+    assert "learning_rate" in (workspace / RUNS / "r1" / "north" / ERRORS).read_text()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_an_override_of_what_is_agreed_is_refused_and_named_at_the_site_only(pla
     settle(workspace, share="x", overrides={key: 1, "batch_size": 2})
     header, _ = ask(open_desk(plan, "north", workspace))
     assert header["reason"] == "cannot take part: its site.yaml overrides what all sites have agreed on"
-    said = (workspace / "medfed" / "r1" / "north" / ERRORS).read_text()
+    said = (workspace / RUNS / "r1" / "north" / ERRORS).read_text()
     assert f"overrides: {key}" in said
     assert "A site may override augment, batch_size" in said
 

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from experiments import changed, tiny_experiment
 
 from medfed.config import validate
+from medfed.engines.nvflare.plan import RUNS
 from medfed.federation.state import same_state
 from medfed.ledger import LEDGER, differences, read_ledger
 from medfed.running import start
@@ -46,7 +47,7 @@ def make(tmp_path):
 def ledgers_agree(federation: Secure) -> None:
     received = read_ledger(federation.run / LEDGER)
     for site in SITES:
-        sent = read_ledger(federation.kits / site / "medfed" / federation.run.name / site / LEDGER)
+        sent = read_ledger(federation.kits / site / RUNS / federation.run.name / site / LEDGER)
         assert sent
         assert differences(sent, [e for e in received if e["client"] == site]) == ([], [])
 
@@ -100,4 +101,4 @@ def test_a_late_site_a_killed_site_and_a_killed_server(make):
     assert federation.finish(session, job, 900) == "FINISHED:COMPLETED"
     assert [r["round"] for r in federation.records()] == list(range(1, 31))
     for site in SITES:  # each site's ledger goes on over kills and jobs, in one chain
-        assert read_ledger(federation.kits / site / "medfed" / federation.run.name / site / LEDGER)[-1]["round"] == 30
+        assert read_ledger(federation.kits / site / RUNS / federation.run.name / site / LEDGER)[-1]["round"] == 30
