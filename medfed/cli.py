@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands that need them, so that ``medfed 
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -14,6 +15,15 @@ import typer
 from medfed.bundle_cli import app as bundle_app
 from medfed.cli_nvflare import nvflare
 from medfed.errors import ConfigError, MedfedError
+
+
+class Spread(str, Enum):
+    """What can stand behind ± in the papers' tables of a grid."""
+
+    sample = "sample"
+    population = "population"
+    pooled = "pooled"
+
 
 app = typer.Typer(
     name="medfed",
@@ -156,6 +166,7 @@ def methods() -> None:
             if text != "-":
                 table.add_row(Text(f"  {what}"), Text(text))
     Console().print(table)
+    Console().print("Every client also sends its mean training loss and the number of steps taken and skipped.")
 
 
 @app.command()
@@ -222,13 +233,34 @@ def write_comparison(loaded: list[Any], result: Any, out: Path, number: str | No
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a grid.")]) -> None:
-    """Writes the report page of a run anew, also of one that is still going on; of a grid also CSV and LaTeX."""
-    from medfed.report.grid import write_grid_report
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a grid.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="Folder of the files of a grid, or file of a run's page; by default within RUN."),
+    ] = None,
+    bootstrap: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Of a grid: resamples of the bootstrap intervals (1000); 0 for none."),
+    ] = None,
+    spread: Annotated[
+        Optional[Spread],  # noqa: UP045
+        typer.Option(help="Of a grid: what stands behind ± in the papers' tables (sample)."),
+    ] = None,
+) -> None:
+    """Writes the report of a run anew, also of one that is still going on; of a grid the papers' tables and figures."""
+    from medfed.report.grid import RESAMPLES, write_grid_report
     from medfed.report.grid_cells import CONTENT
     from medfed.report.html import write_report
 
-    for path in write_grid_report(run) if (run / CONTENT).is_file() else [write_report(run)]:
+    if (run / CONTENT).is_file():
+        resamples = RESAMPLES if bootstrap is None else bootstrap
+        paths = write_grid_report(run, out, bootstrap=resamples, spread=(spread or Spread.sample).value)
+    elif bootstrap is not None or spread is not None:
+        raise ConfigError("is not the folder of a grid.", where=str(run), fix="--bootstrap and --spread are for grids.")
+    else:
+        paths = [write_report(run, out)]
+    for path in paths:
         typer.echo(f"Written: {path}")
 
 
@@ -290,7 +322,7 @@ def predict(
     loaded = load_model(model, parse_sets(sets or []), weights)
     found = judge(loaded, source, out, device=device, study_by=study_by, say=typer.echo)  # type: ignore[arg-type]
     counts = found["counts"]
-    typer.echo(f"{counts['processed']} images processed, {counts['not processed']} not; {counts['studies']} studies")
+    typer.echo(f"images: {counts['processed']} processed, {counts['not processed']} not; studies: {counts['studies']}")
     typer.echo(f"Written: {out}")
     if not counts["processed"]:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfed.report.metrics import metric
-from medfed.report.plots import DASHES, PALETTE, save, styled
+from medfed.report.plots import marked_style, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from medfed.report.against import Against, Panel
 
-MARKERS = "osD^vPX*"
 ABREAST = 3
 """Panels side by side."""
 
@@ -71,15 +70,14 @@ def _lines(axes: Axes, result: Against, panel: Panel, name: str, column: str) ->
     xs = sorted({x for p in result.panels for x in p.points})
     for k, method in enumerate(drawn):
         index = result.methods.index(method)
-        colour, dash = PALETTE[index % len(PALETTE)], DASHES[index // 2 % len(DASHES)]
         line = panel.line(method, name, column)
         # Methods stand a little beside each other, so that one spread does not hide another.
         place = [x + _aside(x, xs, k - (len(drawn) - 1) / 2) for x, _ in line]
         means = [shown(c.mean or 0.0) for _, c in line]
         spread = [shown(c.std or 0.0) for _, c in line]
-        marker = MARKERS[index % len(MARKERS)]
-        style: dict[str, Any] = {"color": colour, "label": method}
-        axes.errorbar(place, means, spread, ls=dash, marker=marker, ms=5, lw=1.8, elinewidth=1, capsize=2.5, **style)
+        axes.errorbar(
+            place, means, spread, label=method, ms=5, lw=1.8, elinewidth=1, capsize=2.5, **marked_style(index)
+        )
 
 
 def _aside(x: float, xs: Sequence[float], steps: float) -> float:

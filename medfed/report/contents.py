@@ -58,19 +58,21 @@ class ClientTable:
 
 @dataclass(frozen=True)
 class Predictions:
-    """The last recorded predictions on one test set.
+    """The recorded predictions of a round on one test set.
 
     Args:
         round: the round.
         labels: int64 class indices ``[N]``, or zeros and ones ``[N, C]`` where multilabel.
         probabilities: float64 ``[N, C]``, all finite.
         unusable: samples that are left out because a score was not finite.
+        patients: numbers ``[N]``, equal for samples of one patient; None where patients are not recorded.
     """
 
     round: int
     labels: np.ndarray
     probabilities: np.ndarray
     unusable: int = 0
+    patients: np.ndarray | None = None
 
 
 def left_out(run: Run) -> LeftOut:
@@ -158,13 +160,24 @@ def client_table(run: Run) -> ClientTable | None:
     return ClientTable(names, counts, np.bincount(rows, minlength=len(names)))
 
 
+def prediction_files(run: Run) -> dict[int, Path]:
+    """The files of predictions that are kept, by round, ascending."""
+    found = {int(m[1]): p for p in run.path.glob("predictions/*.parquet") if (m := _ROUND.match(p.name))}
+    return dict(sorted(found.items()))
+
+
 def last_predictions(run: Run) -> dict[str, Predictions] | None:
     """The newest predictions by test set (``clean``, ``corrupted``)."""
-    found = {int(m[1]): p for p in run.path.glob("predictions/*.parquet") if (m := _ROUND.match(p.name))}
-    if not found or not run.classes:
+    found = prediction_files(run)
+    return read_predictions(run, max(found)) if found else None
+
+
+def read_predictions(run: Run, round_: int) -> dict[str, Predictions] | None:
+    """The predictions of a round by test set; None where they are not kept or cannot be read."""
+    path = prediction_files(run).get(round_)
+    if path is None or not run.classes:
         return None
-    round_ = max(found)
-    table = _read(run, str(found[round_].relative_to(run.path)), _table)
+    table = _read(run, str(path.relative_to(run.path)), _table)
     if table is None:
         return None
     scores = [f"p_{c}" for c in run.classes]
@@ -178,7 +191,8 @@ def last_predictions(run: Run) -> dict[str, Predictions] | None:
         p, labels = part[scores].to_numpy(np.float64), part[truth].to_numpy(np.int64)
         usable = np.isfinite(p).all(axis=1)
         labels = labels[usable] if run.multilabel else labels[usable, 0]
-        result[str(name)] = Predictions(round_, labels, p[usable], int((~usable).sum()))
+        patients = part["patient"].to_numpy(np.int64)[usable] if "patient" in part else None
+        result[str(name)] = Predictions(round_, labels, p[usable], int((~usable).sum()), patients)
     return result
 
 

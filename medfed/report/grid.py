@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any
 from medfed.errors import MedfedError
 from medfed.report.against import Against, against
 from medfed.report.compare import Comparison, compare
-from medfed.report.grid_cells import GridCells, load_cells
+from medfed.report.grid_cells import DONE, GridCells, load_cells
 from medfed.report.runs import Run
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+RESAMPLES = 1000
+"""Resamples of the bootstrap intervals."""
 
 
 @dataclass
@@ -99,8 +103,16 @@ def _present(baseline: str | None, runs: Sequence[Run]) -> str | None:
     return baseline if any(run.method == baseline for run in runs) else None
 
 
-def write_grid_report(folder: Path) -> list[Path]:
-    """Writes ``report.html``, ``tables.csv``, ``tables.tex`` and a CSV for each axis into a grid's folder.
+def write_grid_report(
+    folder: Path, out: Path | None = None, *, bootstrap: int = RESAMPLES, spread: str = "sample"
+) -> list[Path]:
+    """Writes a grid's page, its tables as CSV and LaTeX, and the papers' figures as PDF.
+
+    Args:
+        folder: of the grid.
+        out: folder of the files; the grid's own by default.
+        bootstrap: resamples of the bootstrap intervals; 0 for none.
+        spread: what stands behind ± in the papers' tables: ``sample``, ``population`` or ``pooled``.
 
     Returns:
         The files written, the page first.
@@ -110,16 +122,34 @@ def write_grid_report(folder: Path) -> list[Path]:
     """
     from medfed.report.html import environment, write_page
     from medfed.report.page import against_view, common, comparison_view
+    from medfed.report.paper.sheets import LEGEND
+    from medfed.report.paper.whole import papers, texts
+    from medfed.report.plots import save, svg
 
     found = grid_tables(folder)
+    out = folder if out is None else out
+    published = papers(found.cells, bootstrap, spread)
+    forests = published.forests()
     page = environment().get_template("grid.html")
     html = page.render(
         title=found.cells.name,
         grid=found,
+        cells=found.cells,
+        open=[c for c in found.cells.cells if c.standing != DONE],
+        papers=published,
+        legend=LEGEND,
+        charts=[(c, svg(c.figure, c.paper, c.caption)) for c in published.charts],
+        forests=[(c, svg(c.figure, "Bootstrap intervals", c.caption)) for c in forests],
+        interval_sheets=published.interval_sheets,
         conditions=[(label, comparison_view(c, label)) for label, c in found.conditions.items()],
         axes=[(key, against_view(a, key)) for key, a in found.axes.items()],
         **common(),
     )
-    texts = {"report.html": html, "tables.csv": found.to_csv(), "tables.tex": found.to_latex()}
-    texts |= {f"against-{re.sub('[^A-Za-z0-9]+', '-', key)}.csv": a.to_csv() for key, a in found.axes.items()}
-    return [write_page(text, folder / name) for name, text in texts.items()]
+    files = {"report.html": html, "tables.csv": found.to_csv(), "tables.tex": found.to_latex(), **texts(published)}
+    files |= {f"against-{re.sub('[^A-Za-z0-9]+', '-', key)}.csv": a.to_csv() for key, a in found.axes.items()}
+    written = [write_page(text, out / name) for name, text in files.items()]
+    for chart in (*published.charts, *forests):
+        path = out / "figures" / f"{chart.id}.pdf"
+        save(chart.figure, path)
+        written.append(path)
+    return written

@@ -28,6 +28,7 @@ INK, MUTED, GRID = "#1b1f24", "#59636e", "#d8dee4"
 CLEAN, CORRUPTED, THIRD, UNKNOWN = "#0072b2", "#d55e00", "#009e73", "#7a7f87"
 PALETTE = (CLEAN, CORRUPTED, THIRD, "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#5c4a3d")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+MARKERS = "osD^vPX*"
 VARIABLES = {
     INK: "ink",
     MUTED: "muted",
@@ -72,6 +73,18 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
             return draw(*args, **kwargs)
 
     return inside
+
+
+def line_style(index: int) -> dict[str, Any]:
+    """Colour and dashes of the method of an index, told apart from those of all others up to 32."""
+    dash = (index // 2 + index // len(PALETTE)) % len(DASHES)
+    return {"color": PALETTE[index % len(PALETTE)], "ls": DASHES[dash]}
+
+
+def marked_style(index: int) -> dict[str, Any]:
+    """As :func:`line_style`, with a mark, which is hollow from the ninth method on."""
+    fill = "full" if index // len(MARKERS) % 2 == 0 else "none"
+    return {**line_style(index), "marker": MARKERS[index % len(MARKERS)], "fillstyle": fill}
 
 
 def panel(width: float = 5.4, height: float = 3.1) -> tuple[Figure, Axes]:
@@ -206,7 +219,7 @@ def comparison_figure(comparison: Comparison, names: Sequence[str] | None = None
 
 def _method_curves(axes: Axes, runs: Sequence[Run], key: str, label: str, index: int) -> None:
     scale = metric(key.partition("/")[2]).shown
-    style: dict[str, Any] = {"color": PALETTE[index % len(PALETTE)], "linestyle": DASHES[index % len(DASHES)]}
+    style = line_style(index)
     curves = [{r: scale(v) for r, v in run.values(key)} for run in runs]
     if len(curves) > 1:
         for run, curve in zip(runs, curves):

@@ -1,0 +1,1 @@
+"""The published tables and figures, made from the cells of a grid."""

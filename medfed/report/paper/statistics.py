@@ -1,0 +1,128 @@
+"""Tests of paired differences and of ranks.  Numbers in, numbers out; what SciPy has is SciPy's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from medfed.seeding import numpy_generator
+
+EXACT = 16
+"""Most differences whose sign changes are gone through one by one."""
+DRAWN = 19_999
+"""Sign changes that are drawn where there are more differences."""
+
+
+@dataclass(frozen=True)
+class Friedman:
+    """Friedman's test over blocks and Nemenyi's critical difference.
+
+    Args:
+        ranks: mean rank of each method ``[M]``; 1 is the best.
+        blocks: blocks in which every method has a value.
+        p: of the hypothesis that all methods are alike; None where it is not defined.
+        critical: mean ranks that differ by more differ at the level 0.05, all pairs considered.
+    """
+
+    ranks: np.ndarray
+    blocks: int
+    p: float | None
+    critical: float
+
+
+def sign_flip(differences: Sequence[float]) -> float | None:
+    """Two-sided p of the sign-flip test of the mean of paired differences (Fisher 1935).
+
+    Under the hypothesis each difference is as likely to have the other sign.  Exact for up to :data:`EXACT`
+    differences; for more, sign changes are drawn, and what was observed counts as one of them.
+
+    Returns:
+        The share of sign changes whose mean is at least as far from 0; None without a difference.
+    """
+    found = np.asarray(differences, np.float64)
+    if not len(found):
+        return None
+    sums = np.abs(_signs(len(found)) @ found)
+    # Sums of the same numbers in another order differ in their last bits.
+    far = int(np.count_nonzero(sums >= abs(found.sum()) - 1e-12 * np.abs(found).sum()))
+    return far / len(sums) if len(found) <= EXACT else (far + 1) / (len(sums) + 1)
+
+
+def smallest_sign_flip(count: int) -> float:
+    """The smallest p that :func:`sign_flip` can give for so many differences: 2 of 2^n sign changes."""
+    return 2.0 ** (1 - max(count, 1)) if count <= EXACT else 1 / (DRAWN + 1)
+
+
+@lru_cache(maxsize=4)
+def _signs(count: int) -> np.ndarray:
+    """Sign changes ``[P, count]``; of an exact test those of one half, whose mirror images give the same sums."""
+    if count > EXACT:
+        return numpy_generator(0, "sign flips", count).choice(np.array([-1.0, 1.0]), (DRAWN, count))
+    bits = np.arange(1 << (count - 1))[:, None] >> np.arange(count) & 1
+    return 1.0 - 2.0 * bits
+
+
+def signed_rank(differences: Sequence[float]) -> float | None:
+    """Two-sided p of Wilcoxon's signed-rank test; differences of 0 are left out.  None where nothing is left."""
+    found = np.asarray(differences, np.float64)
+    if not np.any(found):
+        return None
+    from scipy.stats import wilcoxon
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ties, for which SciPy changes over to the normal distribution
+        return _probability(wilcoxon(found).pvalue)
+
+
+def paired_t(differences: Sequence[float]) -> float | None:
+    """Two-sided p of the paired t test; None for fewer than two differences or where they are all the same."""
+    found = np.asarray(differences, np.float64)
+    if len(found) < 2 or np.ptp(found) == 0:
+        return None
+    from scipy.stats import ttest_1samp
+
+    return _probability(ttest_1samp(found, 0.0).pvalue)
+
+
+def holm(values: Sequence[float | None]) -> list[float | None]:
+    """p adjusted for their number by Holm's step-down method (Holm 1979); None stays None and is not counted."""
+    known = sorted((p, k) for k, p in enumerate(values) if p is not None)
+    adjusted: list[float | None] = [None] * len(values)
+    highest = 0.0
+    for rank, (p, k) in enumerate(known):
+        highest = max(highest, min(1.0, (len(known) - rank) * p))
+        adjusted[k] = highest
+    return adjusted
+
+
+def friedman(blocks: np.ndarray, higher: bool = True, level: float = 0.05) -> Friedman | None:
+    """Friedman's test with Nemenyi's critical difference (Demsar 2006, JMLR 7, section 3.2.2).
+
+    Args:
+        blocks: values ``[N, M]`` of the methods in each block, all finite.
+        higher: whether more is better.
+        level: of the critical difference, q sqrt(M (M + 1) / 6 N).
+
+    Returns:
+        None for fewer than three methods or two blocks.
+    """
+    count, methods = blocks.shape
+    if methods < 3 or count < 2:
+        return None
+    from scipy.stats import friedmanchisquare, rankdata, studentized_range
+
+    ranks = rankdata(-blocks if higher else blocks, axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        p = _probability(friedmanchisquare(*blocks.T).pvalue)
+    q = float(studentized_range.ppf(1 - level, methods, np.inf)) / math.sqrt(2)
+    return Friedman(ranks.mean(axis=0), count, p, q * math.sqrt(methods * (methods + 1) / (6 * count)))
+
+
+def _probability(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
