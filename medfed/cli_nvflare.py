@@ -65,3 +65,35 @@ def provision(
     kits = make(content(project, server, names, admin, org=org, port=port, admin_port=admin_port), out, storage)
     for name, kit in kits.items():
         typer.echo(f"{name}: {kit}")
+
+
+KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help="Folder of a startup kit on this machine.")]
+
+
+@nvflare.command()
+def start(
+    kit: KitFolder, check: Annotated[bool, typer.Option("--check", help="Check the kit, then stop.")] = False
+) -> None:
+    """Checks a kit, then starts its server or site in the foreground, e.g. for systemd."""
+    from medfed.engines.nvflare.keeping import role_of
+    from medfed.engines.nvflare.participant import main
+
+    raise typer.Exit(main([role_of(kit), str(kit), *(["--check"] if check else [])]))
+
+
+@nvflare.command()
+def stop(kit: KitFolder) -> None:
+    """Ends the server or site of a kit on this machine, however it was started."""
+    from medfed.engines.nvflare.keeping import stop as end
+
+    end(kit)
+    typer.echo(f"{kit.name}: stopped.")
+
+
+@nvflare.command()
+def status(kit: KitFolder) -> None:
+    """Whether the server or site of a kit runs and is connected, and how its runs stand."""
+    from medfed.engines.nvflare.keeping import status as lines
+
+    for line in lines(kit):
+        typer.echo(line)

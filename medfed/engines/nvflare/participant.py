@@ -29,6 +29,7 @@ ADMITTED = {  # as in jobs.py, which is heavy to import
     "site": "medfed.engines.nvflare.executor.MedfedExecutor",
 }
 SITE_FILE = "site.yaml"
+ARENAS = "4"  # of glibc's malloc
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"medfed: {error}", file=sys.stderr)
         return 2
     words = command(kit)
+    # As start.sh does: without it every thread of NVFlare keeps memory of its own.
+    os.environ.setdefault("MALLOC_ARENA_MAX", ARENAS)
     print(f"Starting {kit.role} {kit.name}.", flush=True)
     os.execv(words[0], words)
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PLAN = "medfed.json"
 RUNS = "runs"
-"""Folder of the runs in a workspace. Never ``medfed``: NVFlare's processes start in the workspace, and Python would take
-a folder of that name there for the package where medfed is installed in development mode."""
+"""Folder of the runs in a workspace. Never ``medfed``: NVFlare's processes start in the workspace, and Python would
+take a folder of that name there for the package where medfed is installed in development mode."""
 _SITE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 AnyPlan = TypeVar("AnyPlan", bound="Plan")
 

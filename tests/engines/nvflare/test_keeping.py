@@ -1,0 +1,115 @@
+"""A participant by its kit: does it run, with what, and how it is stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from medfed.cli import app
+from medfed.engines.nvflare import hosting, jobs, keeping, participant, plan
+from medfed.engines.nvflare.keeping import process_of, role_of, status, stop
+from medfed.errors import ConfigError, FederationError
+from medfed.federation.messages import Message
+from medfed.ledger import LEDGER, Ledger
+
+
+@pytest.fixture
+def kit(tmp_path):
+    startup = tmp_path / "north" / "startup"
+    startup.mkdir(parents=True)
+    target = {"servers": [{"service": {"target": "localhost:1"}}]}
+    (startup / "fed_client.json").write_text(json.dumps(target))
+    return tmp_path / "north"
+
+
+@pytest.fixture
+def running(kit):
+    """A process that looks like NVFlare's of this kit, and one of another kit."""
+    code = [sys.executable, "-c", "import time; time.sleep(60)", participant.MODULES["site"], "-m"]
+    made = [subprocess.Popen([*code, str(folder)]) for folder in (kit.parent / "south", kit)]
+    yield made[1]
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def test_names_that_are_written_twice_are_the_same():
+    assert (keeping.RUNS, keeping.SITE_REPORT, keeping.SITE_ERRORS) == (plan.RUNS, hosting.REPORT, hosting.ERRORS)
+    assert {"server": jobs.ALLOWED[0], "site": jobs.ALLOWED[1]} == participant.ADMITTED
+
+
+def test_a_process_is_found_by_its_kit_and_ended(kit, running):
+    found = process_of(kit)
+    assert found is not None
+    assert found.pid == running.pid
+    stop(kit)
+    running.wait(5)
+    assert process_of(kit) is None
+    with pytest.raises(FederationError, match="does not run"):
+        stop(kit)
+
+
+def test_what_start_sh_would_start_again_is_asked_to_end(kit, running):
+    """Where NVFlare's loop keeps it alive a word of NVFlare's ends both; nobody listens to it here."""
+    (kit / keeping.DAEMON).write_text(str(running.pid))
+    with pytest.raises(FederationError, match="did not end within"):
+        stop(kit, 0.2)
+    assert (kit / keeping.SHUTDOWN).is_file()
+
+
+@pytest.mark.parametrize(("file", "words"), [("fed_admin.json", "an administrator's kit"), ("x", "no startup kit")])
+def test_what_is_no_kit_of_a_participant_is_told(tmp_path, file, words):
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup" / file).touch()
+    with pytest.raises(ConfigError, match=words):
+        role_of(tmp_path)
+    for command in ("start", "stop", "status"):
+        done = CliRunner().invoke(app, ["nvflare", command, str(tmp_path)])
+        assert words in str(done.exception)
+
+
+def test_a_site_reads_how_its_runs_stand(kit):
+    own = kit / "runs" / "r1" / "north"
+    own.mkdir(parents=True)
+    report = {"method": {"name": "fedism"}, "training_images": 80, "held_out_images": 20, "tells_of_them": "counts"}
+    (own / "site.json").write_text(json.dumps({**report, "overrides": {"batch_size": 8}}))
+    ledger = Ledger(own / LEDGER)
+    ledger.append(b"x", Message(), client="north", kind="reply", task="train", round=3)
+    said = list(status(kit))
+    assert said[0] == "north (site): does not run"
+    assert said[1] == "run r1: fedism, 80 training images, 20 held out (tells counts of them)"
+    assert said[2] == "  overrides batch_size: 8"
+    assert said[3].startswith("  1 messages sent, the last at ")
+    assert said[3].endswith(" in round 3 (train)")
+    ledger.append(b"x", None, client="north", kind="refusal", reason="cannot take part", round=4)
+    (own / "errors.log").touch()
+    assert "(refused: cannot take part)" in list(status(kit))[3]
+    assert list(status(kit))[4] == f"  what went wrong here: {own / 'errors.log'}"
+
+
+def test_a_server_reads_how_its_runs_stand(kit):
+    (kit / "startup" / "fed_client.json").rename(kit / "startup" / "fed_server.json")
+    run = kit / "runs" / "r1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"method": "fedism", "status": "running", "rounds": 9}))
+    record = {"asked": ["a", "b"], "admitted": ["a"], "refused": [{"client": "b", "reason": "is not connected"}]}
+    (run / "records.jsonl").write_text(json.dumps(record) + "\n")
+    done = CliRunner().invoke(app, ["nvflare", "status", str(kit)])
+    assert done.exit_code == 0
+    assert done.output.splitlines() == [
+        "north (server): does not run",
+        "run r1: fedism, running, round 1 of 9",
+        "  last round: 1 of 2 sites counted",
+        "  b: is not connected",
+    ]
+
+
+def test_a_start_is_checked_first(kit: Path, capsys):
+    done = CliRunner().invoke(app, ["nvflare", "start", str(kit), "--check"])
+    assert done.exit_code == 2
+    assert "names no server or no certificate" in done.output
