@@ -20,7 +20,7 @@ import psutil
 import yaml
 from experiments import environment
 
-from medfed.engines.nvflare.plan import RUNS
+from medfed.engines.nvflare.plan import RUNS, ServerPlan, read_plan
 
 SERVER, ADMIN = "localhost", "admin@hospital.org"
 MODULES = {True: "nvflare.private.fed.app.server.server_train", False: "nvflare.private.fed.app.client.client_train"}
@@ -55,14 +55,18 @@ class Secure:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.sessions: list[Any] = []
         root.mkdir(parents=True, exist_ok=True)
-        self.config = root / "experiment.yaml"
-        self.config.write_text(yaml.safe_dump(data))
-        medfed("nvflare", "export", self.config, root / "job")
+        self.export(data)
         medfed("nvflare", "shares", self.config, root / "shares")
         self.ports = free_ports(2)
         self.kits = self.provision("fed", sites)
         for site in sites:
             shutil.copytree(root / "shares" / site, self.kits / site / "local", dirs_exist_ok=True)
+
+    def export(self, data: dict[str, Any], name: str = "job") -> None:
+        """Makes another job for the same sites; from then on it is the one that is meant."""
+        self.config, self.job = self.root / f"{name}.yaml", self.root / name
+        self.config.write_text(yaml.safe_dump(data))
+        medfed("nvflare", "export", self.config, self.job)
 
     def provision(self, name: str, sites: list[str]) -> Path:
         ports = ("--port", self.ports[0], "--admin-port", self.ports[1], "--storage", self.root / "storage")
@@ -119,7 +123,7 @@ class Secure:
         return sorted(client.name for client in session.get_system_info().client_info)
 
     def submit(self, session: Any) -> str:
-        return session.submit_job(str(self.root / "job"))
+        return session.submit_job(str(self.job))
 
     def finish(self, session: Any, job: str, limit: float = 600) -> str:
         self.until(lambda: session.get_job_meta(job)["status"].startswith("FINISHED"), limit, "the job ends")
@@ -128,10 +132,14 @@ class Secure:
     @property
     def run(self) -> Path:
         """The run's folder at the server."""
-        return next((self.kits / SERVER / RUNS).iterdir())
+        return self.kits / SERVER / RUNS / read_plan(ServerPlan, self.job / "medfed_server" / "config").run
+
+    def memory(self, site: str) -> Path:
+        """Where a site keeps its memory and its ledger of the run."""
+        return self.kits / site / RUNS / self.run.name / site
 
     def records(self) -> list[dict[str, Any]]:
-        with contextlib.suppress(OSError, StopIteration):
+        with contextlib.suppress(OSError):
             return [json.loads(line) for line in (self.run / "records.jsonl").read_text().splitlines()]
         return []
 

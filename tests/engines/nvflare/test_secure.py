@@ -7,7 +7,10 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file
 from secure import SERVER, Secure
 
@@ -15,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 from experiments import changed, tiny_experiment
 
 from medfed.config import validate
-from medfed.engines.nvflare.plan import RUNS
-from medfed.federation.state import same_state
+from medfed.federation.memory import newest_memory
+from medfed.federation.state import read_tensors, same_state, write_tensors
 from medfed.ledger import LEDGER, differences, read_ledger
 from medfed.running import start
+from medfed.tracking.records import RecordLog
 
 SITES = ["client_00", "client_01", "client_02"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -30,9 +34,9 @@ def make(tmp_path):
 
     made = []
 
-    def build(**changes) -> Secure:
-        make_demo_cohort(tmp_path / "ct", "ct", patients=24, seed=3)
-        data = tiny_experiment(tmp_path / "ct", tmp_path / "cache", tmp_path / "runs")
+    def build(kind="ct", **changes) -> Secure:
+        make_demo_cohort(tmp_path / kind, kind, patients=24, seed=3)
+        data = tiny_experiment(tmp_path / kind, tmp_path / "cache", tmp_path / "runs")
         engine = {"kind": "nvflare", "threads": 1, "device": "cpu"}
         data = changed(data, {"condition__partition__clients": 3, "engine": engine, **changes})
         made.append(Secure(tmp_path / "federation", data, SITES))
@@ -47,7 +51,7 @@ def make(tmp_path):
 def ledgers_agree(federation: Secure) -> None:
     received = read_ledger(federation.run / LEDGER)
     for site in SITES:
-        sent = read_ledger(federation.kits / site / RUNS / federation.run.name / site / LEDGER)
+        sent = read_ledger(federation.memory(site) / LEDGER)
         assert sent
         assert differences(sent, [e for e in received if e["client"] == site]) == ([], [])
 
@@ -67,6 +71,63 @@ def test_the_model_is_bitwise_that_of_the_local_engine_and_a_stranger_stays_outs
     for site in SITES:  # where a site keeps its things is nowhere at the server
         place = str(federation.kits / site).encode()
         assert not [p for p in (federation.kits / SERVER).rglob("*") if p.is_file() and place in p.read_bytes()]
+
+
+OCT = {
+    "cohort__reader": "kermany",
+    "bundle": "oct_bscan_classification",
+    "condition": {
+        "partition": {"kind": "dirichlet", "clients": 3, "alpha": 5.0, "min_samples": 6},
+        "label_noise": {"kind": "symmetric", "rate": 0.4, "clean": 2},
+    },
+}
+
+
+def test_oct_fedsir_gives_the_model_and_the_memories_of_the_local_engine_and_nan_of_a_site_stays_outside(make):
+    """Three jobs in one federation, one after another: both kinds of identification, then a site whose loss is NaN."""
+    federation, session = make("oct", **OCT), None
+    for identification in ("published", "evidence"):
+        method = {"name": "oct_fedsir", "period": 1, "identification": identification, "stage_one": {"epochs": 1}}
+        data = changed(federation.data, {"method": method})
+        federation.export(data, identification)
+        local = start(validate(changed(data, {"engine": {"workers": 1, "threads": 1}}), "test"))
+        session = session or federation.start_all()
+        assert federation.finish(session, federation.submit(session)) == "FINISHED:COMPLETED"
+        assert same_state(load_file(local / "model.safetensors"), load_file(federation.run / "model.safetensors"))
+        ours, theirs = RecordLog(local / "records.jsonl").read(), federation.records()
+        assert [r["refused"] for r in theirs] == [[]] * 3
+        for key in ("clients", "server", "bytes"):
+            assert [r[key] for r in ours] == [r[key] for r in theirs]
+        for site in SITES:
+            kept = newest_memory(federation.memory(site))
+            assert "labels" in kept
+            same_memory(newest_memory(local / "clients" / site), kept)
+        ledgers_agree(federation)
+
+    blind(federation.kits / "client_02" / "local")
+    federation.export(changed(federation.data, {"method": "fedavg", "rounds": 2}), "blind")
+    assert federation.finish(session, federation.submit(session)) == "FINISHED:COMPLETED"
+    for record in federation.records():
+        assert record["admitted"] == SITES[:2]
+        assert record["refused"] == [{"client": "client_02", "reason": "value.loss is not finite"}]
+    assert all(t.isfinite().all() for t in load_file(federation.run / "model.safetensors").values())
+
+
+def same_memory(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.nan_to_num(nan=-7.0), other[name].nan_to_num(nan=-7.0)), name
+        else:
+            assert value == other[name], name
+
+
+def blind(local: Path) -> None:
+    """A site whose images are not numbers."""
+    path = local / yaml.safe_load((local / "site.yaml").read_text())["share"]
+    tensors, header = read_tensors(path)
+    np.full(header["shape"], np.nan, np.float32).tofile(path.parent / header["images"])
+    write_tensors(path, tensors, {**header, "dtype": "float32"})
 
 
 def test_a_late_site_a_killed_site_and_a_killed_server(make):
@@ -101,4 +162,4 @@ def test_a_late_site_a_killed_site_and_a_killed_server(make):
     assert federation.finish(session, job, 900) == "FINISHED:COMPLETED"
     assert [r["round"] for r in federation.records()] == list(range(1, 31))
     for site in SITES:  # each site's ledger goes on over kills and jobs, in one chain
-        assert read_ledger(federation.kits / site / RUNS / federation.run.name / site / LEDGER)[-1]["round"] == 30
+        assert read_ledger(federation.memory(site) / LEDGER)[-1]["round"] == 30
