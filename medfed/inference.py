@@ -25,6 +25,7 @@ from medfed.errors import DataError
 from medfed.prediction_files import Rule, write_predictions
 from medfed.training.bundle import PIPELINE_VERSION
 from medfed.training.predict import evaluating
+from medfed.training.results import result_folder
 from medfed.training.weights import state_hash
 
 StudyBy = Literal["file", "folder"]
@@ -108,7 +109,7 @@ def list_inputs(source: str | Path, accepts: Accepts, study_by: StudyBy = "file"
         study_by: ``file`` or ``folder``.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: there is no such file or folder, or no file in it.
     """
     source = Path(source).expanduser().absolute()
     if not source.exists():
@@ -125,6 +126,8 @@ def list_inputs(source: str | Path, accepts: Accepts, study_by: StudyBy = "file"
         *((Path(u.path), u.reason) for u in files.unusable),
     ]
     inputs += [Input(files.relative(p), str(p), reason=reason) for p, reason in left_out]
+    if not inputs:
+        raise DataError("there is no file in that folder.", where=str(source), fix="Check the path.")
     return sorted(inputs, key=lambda i: (i.file, i.frame))
 
 
@@ -169,16 +172,20 @@ class InferenceDataset(torch.utils.data.Dataset):
         self.accepts = Accepts(**{**given, "modalities": tuple(given.get("modalities", ()))})
         self.inputs = list_inputs(source, self.accepts, study_by)
         self.candidates = [k for k, found in enumerate(self.inputs) if not found.reason]
+        # MONAI starts no engine without an item, and nothing would be written: the first refused input comes, as such.
+        self.items = self.candidates or [0]
         self.load, self.prepare = load, prepare
         channels, height, width = map(int, shape)
         self._work = Work(Pipeline(self._load, prepare, "", (channels, height, width)))
 
     def __len__(self) -> int:
-        return len(self.candidates)
+        return len(self.items)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        index = self.candidates[position]
+        index = self.items[position]
         found, shape = self.inputs[index], self._work.pipeline.shape
+        if found.reason:
+            return {"image": torch.zeros(shape), "index": index, "reason": found.reason, "corrections": ""}
         made = make(self._work, Job(found.path, found.frame, found.file, ""))
         pixels = np.zeros(shape, np.uint8) if made.reason else np.frombuffer(made.pixels, np.uint8).reshape(shape)
         return {
@@ -282,6 +289,7 @@ class PredictionWriter:
 
     def start(self, engine: Any) -> None:
         """Begins anew."""
+        result_folder(self.output_dir)
         self.collected = Collector(self.dataset, self.task.num_classes)
 
     def collect(self, engine: Any) -> None:

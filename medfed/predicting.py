@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from medfed.training.bundle import TrainingBundle
 
 MODEL = "model.safetensors"
+_FIT = "Give what they were trained with: --set network_name=..., --set 'classes=[...]', or other --weights."
 _BUNDLE_MODELS = ("models/model.safetensors", "models/model.pt")
 
 
@@ -80,7 +81,10 @@ def load_model(
         file = found[0]
     state = read_weights(file)
     network = bundle.build_network(0)
-    load_weights(network, state, stem="", heads=(), where=str(file))
+    try:
+        load_weights(network, state, stem="", heads=(), where=str(file))
+    except ConfigError as error:
+        raise ConfigError(error.what, where=error.where, fix="" if round_ is not None else _FIT) from None
     return Model(network.eval(), bundle, state_hash(network.state_dict()), round_)
 
 
@@ -144,10 +148,11 @@ def predict(
         The content of ``predictions.json``.
 
     Raises:
-        ConfigError: no such device.
-        DataError: no such folder.
+        ConfigError: no such device, or results cannot be written there.
+        DataError: no such folder, or no file in it.
     """
     from medfed.training.local import resolve_device
+    from medfed.training.results import result_folder
 
     bundle, network = model.bundle, model.network.to(resolve_device(device))
     metadata = _metadata(bundle.root)
@@ -159,7 +164,8 @@ def predict(
     dataset = InferenceDataset(
         source, pipeline.load, pipeline.prepare, pipeline.shape, own.get("accepts"), study_by=study_by
     )
-    say(f"{len(dataset)} of {len(dataset.inputs)} images and files may apply")
+    folder = result_folder(Path(out).expanduser())
+    say(f"{len(dataset.candidates)} of {len(dataset.inputs)} images and files may apply")
     found = run(network, dataset, bundle.normalize, bundle.batch_size, len(bundle.classes))
     about = About(
         model=model.hash,
@@ -169,7 +175,7 @@ def predict(
         task=Task(bundle.task, bundle.classes),  # type: ignore[arg-type]
         study=study,
     )
-    return write_predictions(Path(out), found, about)
+    return write_predictions(folder, found, about)
 
 
 def _metadata(root: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from medfed.data.cohort import Task
 from medfed.training.metrics import log_softmax, sigmoid
+from medfed.training.results import result_folder
 
 if TYPE_CHECKING:
     from medfed.inference import About, Collector
@@ -66,7 +67,7 @@ def write_predictions(folder: Path, found: Collector, about: About) -> dict[str,
         "images": images,
         "studies": studies,
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    result_folder(folder)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "predictions.json").write_text(text + "\n", encoding="utf-8")
     scores = [f"p_{name}" for name in about.task.classes]

@@ -272,7 +272,10 @@ def _override(config: dict[str, Any], key: str, value: Any, where: str) -> None:
     elif isinstance(node, list) and last.isdigit() and int(last) < len(node):
         node[int(last)] = copy.deepcopy(value)
     else:
-        raise ConfigError(f"there is no key '{key}' to override.", where=where, fix=nearest(key, _keys(config)))
+        fix = nearest(key, _keys(config))
+        if not fix.startswith("Did you mean"):
+            fix = nearest(key, config)
+        raise ConfigError(f"there is no key '{key}' to override.", where=where, fix=fix)
 
 
 def _at(config: Any, key: str) -> Any:

@@ -22,6 +22,7 @@ from medfed.training.losses import (
     logit_adjustment_offsets,
 )
 from medfed.training.metrics import metrics_for
+from medfed.training.results import result_folder
 
 
 def training_items(
@@ -69,14 +70,19 @@ def _read(
             fix="Override 'classes' of the bundle with those of the data.",
         )
     if test_fraction and not (cohort.table["split"] == "test").any():
-        cohort = split_cohort(cohort, test_fraction=test_fraction)
+        try:
+            cohort = split_cohort(cohort, test_fraction=test_fraction)
+        except DataError as error:
+            fix = "Choose another 'test_fraction'; with 0 all of these data are trained on."
+            raise DataError(error.what, where=str(root), fix=fix) from None
     return cohort
 
 
 def _items(cohort: Cohort, splits: Sequence[str], kind: str, root: str | Path) -> list[dict[str, Any]]:
     cohort = cohort.where(lambda table: table["split"].isin(splits))
     if not len(cohort):
-        raise DataError(f"there is no {kind} sample.", where=str(root))
+        fix = "Let the layout mark them, or give 'test_fraction' as in training." if kind == "test" else None
+        raise DataError(f"there is no {kind} sample.", where=str(root), fix=fix)
     labels = cohort.labels.astype("float32" if cohort.task.kind == "multilabel" else "int64")
     table = cohort.table
     return [
@@ -202,15 +208,19 @@ class MetricsWriter(PooledMetric):
 
     def attach(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
         """Attaches itself to an evaluator."""
+        engine.add_event_handler(Events.STARTED, self.start)
         engine.add_event_handler(Events.EPOCH_STARTED, self.reset)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self.iteration_completed)
         engine.add_event_handler(Events.EPOCH_COMPLETED, self.write)
+
+    def start(self, engine: Engine) -> None:
+        """Makes the folder: one that cannot be written is told before anything is computed."""
+        result_folder(self.path.parent)
 
     def write(self, engine: Engine) -> None:
         """Writes the file."""
         found = self.all()
         engine.state.metrics.update({k: v for k, v in found.summary().items() if v is not None})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"metrics": found.values, "undefined": found.undefined}, indent=1, ensure_ascii=False)
         self.path.write_text(text + "\n", encoding="utf-8")
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from monai.bundle import ConfigWorkflow
 
-from medfed.training.bundle import find_bundle
+from medfed.errors import DataError
+from medfed.training.bundle import TrainingBundle, find_bundle
 from medfed.training.standalone import evaluation_items, training_items
 
 NAMES = ["oct_bscan_classification", "rsna_ich_ct_classification", "isic_dermoscopy_classification"]
@@ -54,6 +55,46 @@ def test_train_evaluate_infer(name, small, tmp_path):
     assert predicted["counts"]["processed"] > 0
     assert {r["status"] for r in rows} <= {"processed", "not processed"}
     assert all(len(r["model"]) == len(r["preprocessing"]) == 64 for r in rows)
+
+
+def test_a_folder_where_nothing_applies_ends_in_the_result_too(cohort_of, small, tmp_path):
+    """MONAI does not start an engine without data, and would leave the user without any file."""
+    network = TrainingBundle.load(NAMES[0], {"network_name": "squeezenet1_1"}).build_network(0)
+    (tmp_path / "models").mkdir()
+    torch.save({"model": network.state_dict()}, tmp_path / "models" / "model.pt")
+    given = {**small(NAMES[0]), "dataset_dir": str(cohort_of(NAMES[1]))}
+    workflow(NAMES[0], ["inference"], given, "infer").run()
+    predicted = json.loads((tmp_path / "eval" / "predictions.json").read_text())
+    files = [p for p in cohort_of(NAMES[1]).rglob("*") if p.is_file()]
+    assert predicted["counts"]["not processed"] == len(predicted["images"]) == len(files)
+    reasons = {i["reason"] for i in predicted["images"] if i["file"].endswith(".dcm")}
+    assert reasons == {"not processed: modality CT, this model is for OPT, SC, OT"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("overlay", ["evaluate", "inference"])
+def test_results_that_cannot_be_written_are_told_before_anything_is_computed(overlay, small, tmp_path):
+    network = TrainingBundle.load(NAMES[0], {"network_name": "squeezenet1_1"}).build_network(0)
+    (tmp_path / "models").mkdir()
+    torch.save({"model": network.state_dict()}, tmp_path / "models" / "model.pt")
+    (tmp_path / "eval").write_text("a file in the place of the folder")
+    made = workflow(NAMES[0], [overlay], small(NAMES[0]), {"evaluate": "train"}.get(overlay, "infer"))
+    with pytest.raises(RuntimeError) as told:
+        made.run()
+    chain = [error := told.value] + [error := e for _ in range(9) if (e := error.__cause__)]
+    assert "results cannot be written there" in str(chain[-1])
+    assert made.evaluator.state.iteration == 0
+
+
+def test_too_few_patients_for_a_test_part(cohort_of):
+    """The message names the bundle's key."""
+    classes = TrainingBundle.load(NAMES[1]).classes
+    folder = cohort_of(NAMES[1])
+    assert len(training_items("rsna_ich", folder, classes, test_fraction=0)) > 1
+    with pytest.raises(DataError, match="Choose another 'test_fraction'"):
+        training_items("rsna_ich", folder, classes, test_fraction=1e-4)
+    with pytest.raises(DataError, match="give 'test_fraction'"):
+        evaluation_items("rsna_ich", folder, classes, test_fraction=0)
 
 
 def test_split_keeps_patients_apart(cohort_of):

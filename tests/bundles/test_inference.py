@@ -193,7 +193,26 @@ def test_nothing_that_applies(trained, tmp_path, capsys):
     with pytest.raises(SystemExit) as left:
         app([*words, "--set", "network_name=squeezenet1_1"])
     assert left.value.code == 1
-    assert "0 images processed, 1 not" in capsys.readouterr().out
+    assert "images: 0 processed, 1 not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_results_that_cannot_be_written_are_told_before_anything_is_computed(place, trained, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    model = trained(OCT)
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *a: pytest.fail("the network was called"))
+    with pytest.raises(ConfigError, match="results cannot be written there") as told:
+        predict(model, tmp_path / "a.png", tmp_path / place, device="cpu")
+    assert told.value.where == str(tmp_path / place)
+    assert told.value.fix
+
+
+def test_a_folder_without_files_is_told(trained, tmp_path):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    with pytest.raises(DataError, match="no file in that folder"):
+        predict(trained(OCT), tmp_path / "in", tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_output_that_is_not_finite_is_told(tmp_path):
@@ -237,6 +256,8 @@ def test_weights_must_fit(trained, tmp_path):
     trained(OCT)
     with pytest.raises(ConfigError, match="not of this network"):
         load_model(OCT, {"network_name": "resnet18"}, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match=r"fc|classifier.*--set network_name=.*classes="):
+        load_model(OCT, {**SMALL, "classes": ["A", "B"]}, tmp_path / "weights.pt")
     with pytest.raises(ConfigError, match="no trained model"):
         load_model(OCT, {}, tmp_path / "absent.pt")
     with pytest.raises(ConfigError, match="there is no bundle"):
