@@ -57,6 +57,14 @@ class AgnosticSettings(LocalTraining):
     batch_size: int | None = Field(None, ge=1)
     average: bool | None = None
 
+    def check(self, rounds: int) -> list[str]:
+        """Names settings of the other form, or of the other work."""
+        found = super().check(rounds)
+        if self.form == "as_released":
+            return found + self.idle(("work", "ascent_rate", "batch_size", "average"), "form: as_released")
+        other = ("local_epochs",) if self.work == "gradient" else ("batch_size",)
+        return found + self.idle(other, f"work: {self.work}")
+
     @property
     def averaged(self) -> bool:
         """Whether the model is the mean over rounds."""

@@ -58,7 +58,7 @@ class FedCorrSettings(NoisyTraining):
         relabel_ratio: share of the samples estimated to be wrong that may be corrected in an iteration.
         confidence: probability above which the model's class replaces a label.
         clean_level: highest estimated noise level of a client that takes part in fine-tuning.
-        correct: labels are corrected.
+        correct: labels are corrected; otherwise noise levels are estimated all the same.
         mixture_seed: seed of the mixtures.
     """
 
@@ -90,7 +90,8 @@ class FedCorrSettings(NoisyTraining):
                 where="method.iterations",
                 fix=fix,
             )
-        return super().check(rounds)
+        idle = [] if self.correct else self.idle(("relabel_ratio", "confidence"), "correct: false")
+        return super().check(rounds) + idle
 
     def training(self) -> dict[str, Any]:
         """The plain values of a request to train."""
@@ -224,7 +225,7 @@ def correct(client: Client, message: Message) -> Message:
 
     Returns:
         Values ``samples``, ``proposed`` (labels replaced now), ``edited`` (labels that differ from the observed ones),
-        and in the first stage ``noise_level``.
+        and in the first stage ``noise_level``, the share of the samples whose losses belong to the higher ones.
     """
     from medfed.reliability.identification import suspicious
 
@@ -269,7 +270,7 @@ def program(server: Server, settings: FedCorrSettings) -> Iterator[RoundReport]:
 
 
 def iteration(server: Server, settings: FedCorrSettings) -> RoundReport:
-    """One visit to all clients, and the corrections of those judged noisy."""
+    """One visit to all clients, and the noise levels and corrections of those judged noisy."""
     levels = dict(server.notes["levels"].values) if "levels" in server.notes else {}
     told = {**settings.training(), "neighbours": settings.neighbours}
     answers = []
@@ -284,8 +285,9 @@ def iteration(server: Server, settings: FedCorrSettings) -> RoundReport:
         answers.append(answer)
     verdict = judge(server, settings, answers)
     corrected = Replies(())
-    if settings.correct and verdict.noisy:
-        values = {"confidence": settings.confidence, "ratio": settings.relabel_ratio, "seed": settings.mixture_seed}
+    if verdict.noisy:
+        ratio = settings.relabel_ratio if settings.correct else 0.0
+        values = {"confidence": settings.confidence, "ratio": ratio, "seed": settings.mixture_seed}
         message = Message.of(values, model=server.model)
         corrected = server.ask("correct", message, clients=verdict.noisy, numbers=("noise_level",), quorum=1)
     levels = corrected.value("noise_level")
@@ -298,7 +300,7 @@ def iteration(server: Server, settings: FedCorrSettings) -> RoundReport:
             "clean_clients": len(verdict.clean),
             "noisy_clients": len(verdict.noisy),
             "undetermined_clients": len(verdict.undetermined),
-            "relabelled": bool(corrected),
+            "relabelled": bool(corrected) and settings.correct,
         },
         status=plain["status"],
         p_clean=plain["posterior"],
@@ -352,7 +354,7 @@ METHOD = Method(
     program=program,
     tasks={"train": train, "correct": correct},
     settings=FedCorrSettings,
-    sends="sample count; in the first stage mean intrinsic dimension and estimated noise level",
+    sends="sample count, labels changed (number); in the first stage mean intrinsic dimension, estimated noise level",
     keeps="corrected labels",
     needs="clients one after another in the first stage",
     task_kinds=("multiclass",),

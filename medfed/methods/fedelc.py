@@ -196,7 +196,7 @@ METHOD = Method(
     program=program,
     tasks={"train": train, "class_losses": class_losses, "train_by_status": train_by_status},
     settings=FedELCSettings,
-    sends="sample count; once, its mean loss by class",
+    sends="sample count, labels changed (number); once, its mean loss by class",
     keeps="label logits of every sample",
     task_kinds=("multiclass",),
 )

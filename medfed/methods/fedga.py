@@ -10,7 +10,8 @@ clipped to 0..1 and scaled to sum to one; w_k = 1/K at first. There is no factor
 
 The official code does not take the mean off (``centred: false``) and begins with d_t = d. ``form: as_released`` is what
 FedISM's code ran under this name and what made its tables: d = 0.05, and the gap on the training data (``validation:
-0``), which that code measures before the next round instead of after this one.
+0``), which that code measures before the next round instead of after this one. (It also scales weights before it clips
+them, which differs by little, and only once one of them has come to 0.)
 """
 
 from __future__ import annotations

@@ -10,13 +10,16 @@ server weights the trained models by sharpness (Eq. 13, SAGA), averaged over rou
 The scalar is asked for before training, not with the trained model: the weights are then known when models arrive, and
 the server adds each to a running sum instead of holding all of them. What is computed and sent is the same.
 
+``form: as_released`` measures as the released code does: the loss, its gradient and the loss within the radius are
+taken on images that are augmented at random anew each time, so that S_k is noisy and can fall to its floor.
+
 FedISM+ (``name: fedism_plus``, arXiv 2503.09587) lets the radius grow as ((t+1)/T)^0.5 in training and measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,8 +28,13 @@ from medfed.federation.client import Client
 from medfed.federation.messages import Message
 from medfed.federation.method import Method
 from medfed.federation.server import RoundReport, Server
-from medfed.methods.local_training import Ball, LocalTraining, Salt, train
+from medfed.methods.local_training import Ball, LocalTraining, Salt, classification, idle_share, train
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+FORMS: dict[str, dict[str, Any]] = {"published": {}, "as_released": {"augmented": True}}
 NUMBERS = ("samples", "sharpness", "received_loss")
 
 
@@ -34,6 +42,8 @@ class FedISMSettings(LocalTraining):
     """Settings of FedISM.
 
     Args:
+        form: ``published``, or the defaults of the released code (``as_released``): see the top of this page. A setting
+            that is given holds in both.
         salt: sharpness-aware local training; ``false`` gives the ablation "SAGA only". Its radius is also that of
             the measured sharpness, unless ``measure`` says otherwise.
         saga: sharpness-aware aggregation; ``false`` gives the ablation "SALT only" (sample-count weights).
@@ -45,8 +55,12 @@ class FedISMSettings(LocalTraining):
             A client that is not fitted yet lies on a flat stretch of its loss and would count as served well.
         follow: what weights follow: ``sharpness`` (the paper's), or ``perturbed_loss`` (medfed's own), the loss within
             the radius, F_k + S_k: large where a client is on a sharp stretch and also where it is not fitted yet.
+        augmented: whether sharpness is measured on images that are augmented at random.
+        adjusted: whether sharpness is that of the loss with logit adjustment, as in training (medfed's own): plain
+            cross-entropy, which the released code takes, also tells how unlike the clients' classes are.
     """
 
+    form: Literal["published", "as_released"] = "published"
     salt: Salt | None = Salt()
     saga: bool = True
     measure: Ball | None = None
@@ -54,12 +68,34 @@ class FedISMSettings(LocalTraining):
     beta: float = Field(0.5, gt=0, le=1)
     saga_from: int = Field(1, ge=1)
     follow: Literal["sharpness", "perturbed_loss"] = "sharpness"
+    augmented: bool = False
+    adjusted: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _form(cls, given: Any) -> Any:
+        return {**FORMS.get(str(given.get("form", "")), {}), **given} if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _something(self) -> FedISMSettings:
         if self.salt is None and not self.saga:
             raise ValueError("without salt and saga this is FedAvg; use method: fedavg")
         return self
+
+    def check(self, rounds: int) -> list[str]:
+        """Names what has no effect on the weights."""
+        found = super().check(rounds)
+        if self.measure is not None:
+            found += idle_share("measure", self.measure)
+        if not self.saga:
+            return found + self.idle(("q", "beta", "saga_from", "follow"), "saga: false")
+        if self.saga_from > rounds:
+            found.append(f"weights follow sample counts: method.saga_from is {self.saga_from} of {rounds} rounds")
+        return found
+
+    def question(self, round: int, rounds: int) -> dict[str, Any]:
+        """The plain values of a ``sharpness`` request in one round."""
+        return {**self.probe.ball(round, rounds), "augmented": self.augmented, "adjusted": self.adjusted}
 
     @property
     def depends_on_rounds(self) -> bool:
@@ -99,16 +135,25 @@ def sharpness(client: Client, message: Message) -> Message:
 
     Args:
         client: the client.
-        message: group ``model``; values ``rho``, ``radius`` and ``share``.
+        message: group ``model``; values of :meth:`FedISMSettings.question`.
 
     Returns:
         Values ``samples``, ``sharpness`` S_k and ``received_loss``, the mean loss of the received model.
     """
     from medfed.training.sharpness import Radius
 
+    values = message.values
     client.load(message.group("model"))
-    radius = Radius(message.values["rho"], message.values["radius"], message.values["share"])
-    measured = client.trainer.sharpness(client.data, radius)
+    radius = Radius(values["rho"], values["radius"], values["share"])
+    loss = None
+    if values.get("adjusted"):
+        objective = classification(client, logit_adjustment=True)
+
+        def loss(network: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return objective.losses(network(batch["image"]), batch["label"])
+
+    augmented = (client.seed, client.round, client.name) if values.get("augmented") else None
+    measured = client.trainer.sharpness(client.data, radius, loss=loss, augmented=augmented)
     return Message.of(
         {
             "samples": client.num_samples,
@@ -122,8 +167,8 @@ def program(server: Server, settings: FedISMSettings) -> Iterator[RoundReport]:
     """theta_{t+1} = sum_k w_{k,t} theta_k with w from sharpness (Eqs. 13 and 14)."""
     for round in server.rounds():
         model = server.model
-        probe = settings.probe.ball(round, server.num_rounds)
-        measured = server.ask("sharpness", Message.of(probe, model=model), numbers=NUMBERS)
+        question = Message.of(settings.question(round, server.num_rounds), model=model)
+        measured = server.ask("sharpness", question, numbers=NUMBERS)
         if not measured:
             yield server.report(measured)
             continue

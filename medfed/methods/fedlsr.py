@@ -78,6 +78,16 @@ class FedLSRSettings(NoisyTraining):
     entropy: float | None = Field(None, ge=0)
     second_view: SecondView = SecondView()
 
+    def check(self, rounds: int) -> list[str]:
+        """Names settings without effect."""
+        found = super().check(rounds)
+        if self.gamma == 0:
+            found += self.idle(("warmup",), "gamma: 0")
+            # The entropy of the published form is that of the sharpened predictions too.
+            if not self.entropy and (self.form == "published" or self.entropy == 0):
+                found += self.idle(("sharpen",), "gamma: 0")
+        return found
+
     @property
     def depends_on_rounds(self) -> bool:
         """Whether the weight of the divergence rises over a share of the rounds."""

@@ -160,14 +160,15 @@ def judged_round(server: Server, settings: FedNedSettings) -> RoundReport:
         return server.report(replies)
     uploaded = {r.client: candidate(r, server.model) for r in replies}
     uncertain = {c: uncertainty(server, settings, c, state) for c, state in uploaded.items()}
-    mean = math.fsum(uncertain.values()) / len(uncertain)
+    finite = [u for u in uncertain.values() if math.isfinite(u)]
+    mean = math.fsum(finite) / len(finite) if finite else math.inf
     good = [c for c, u in uncertain.items() if u <= settings.uncertainty * mean]
     status |= {c: "noisy" for c in uncertain if c not in good}
     status |= {c: "clean" for c in good if status.get(c) != "noisy"}
     server.notes["verdict"] = Message(values=verdict_of(server, status))
     samples = replies.value("samples")
     weights = by_samples({c: samples[c] for c in good})
-    teachers = [r.group("model") for r in replies if status[r.client] == "noisy"]
+    teachers = [r.group("model") for r in replies if status[r.client] == "noisy" and math.isfinite(uncertain[r.client])]
     model = weighted_mean([uploaded[c] for c in good], [weights[c] for c in good])
     distilled = None
     if teachers and settings.distil and not settings.released:
@@ -182,7 +183,7 @@ def judged_round(server: Server, settings: FedNedSettings) -> RoundReport:
             "distillation_loss": distilled,
         },
         weight=weights,
-        uncertainty={c: u / mean if mean > 0 else 1.0 for c, u in uncertain.items()},
+        uncertainty={c: None if math.isinf(u) else u / mean if mean > 0 else 1.0 for c, u in uncertain.items()},
         status={c: status[c] for c in uploaded},
     )
 
@@ -240,17 +241,24 @@ def dropout_entropy(
         rate: share of the features dropped; the others are scaled by ``1 / (1 - rate)``.
         passes: predictions that are averaged.
         generator: of the dropout.
+
+    Returns:
+        The sum; infinite where a prediction is not a number.
     """
     features, weight, bias = features.double(), weight.double(), bias.double()
     mean = torch.zeros(len(features), len(bias), dtype=torch.float64)
     for _ in range(passes):
         kept = torch.rand(features.shape, generator=generator) >= rate
         mean += ((features * kept / (1 - rate)) @ weight.T + bias).softmax(dim=1) / passes
-    return float(-torch.special.xlogy(mean, mean).sum())
+    told = float(-torch.special.xlogy(mean, mean).sum())
+    return told if math.isfinite(told) else math.inf
 
 
 def inverted(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``softmax(1 / z / T)`` ``[N, C]``: least where the teacher is most certain; |z| counts as 1e-6 at least."""
+    """``softmax(1 / z / T)`` ``[N, C]``: least where the teacher is most certain; |z| counts as 1e-6 at least.
+
+    The released code divides ``softmax(1 / z)`` by T instead: no distribution, but a smaller loss.
+    """
     small = logits.double()
     small = torch.where(small >= 0, small.clamp_min(1e-6), small.clamp_max(-1e-6))
     return (1 / small / temperature).softmax(dim=1)
@@ -307,7 +315,7 @@ METHOD = Method(
     program=program,
     tasks={"train": train, "train_judged": train_judged},
     settings=FedNedSettings,
-    sends="sample count; a second model where judged noisy",
+    sends="sample count; where judged noisy a second model, labels that it gave itself (number)",
     keeps="labels that it gave itself",
     needs="public unlabelled images",
     task_kinds=("multiclass",),

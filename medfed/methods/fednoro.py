@@ -63,13 +63,16 @@ class FedNoRoSettings(NoisyTraining):
         return (self.warmup if self.ramp_begin is None else self.ramp_begin), self.ramp_end
 
     def check(self, rounds: int) -> list[str]:
-        """Says where the ramp is longer than the run.
+        """Says where the ramp is longer than the run, or has no effect.
 
         Raises:
             ConfigError: the warm-up leaves no round for the second stage.
         """
         check_warmup(self.warmup, rounds)
-        return super().check(rounds) + (short_ramp(rounds, *self.ramp) if self.teacher_weight else [])
+        if not self.teacher_weight:
+            taught = ("ramp_begin", "ramp_end", "temperature", "soften_student")
+            return super().check(rounds) + self.idle(taught, "teacher_weight: 0")
+        return super().check(rounds) + short_ramp(rounds, *self.ramp)
 
     def weight(self, round: int) -> float:
         """Weight of the teacher in a round, counted from 1."""

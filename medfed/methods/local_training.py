@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from medfed.data.arrays import ArrayDataset
-    from medfed.training.objectives import Objective
+    from medfed.training.objectives import ClassificationObjective, Objective
 
 
 class Ball(MethodSettings):
@@ -42,6 +42,13 @@ class Ball(MethodSettings):
         rho = self.rho * (round / rounds) ** self.power
         rho = rho * min(1.0, round / self.warmup) if self.warmup else rho
         return {"rho": rho, "radius": self.radius, "share": self.share}
+
+
+def idle_share(section: str, ball: Ball) -> list[str]:
+    """A caution that the share of the ``bounded`` radius was given for another one; none where it was not."""
+    if ball.radius == "bounded" or "share" not in ball.model_fields_set:
+        return []
+    return [f"no effect with method.{section}.radius: {ball.radius}: method.{section}.share"]
 
 
 class Salt(Ball):
@@ -81,8 +88,8 @@ class LocalTraining(MethodSettings):
         return self.salt is not None and self.salt.power > 0
 
     def check(self, rounds: int) -> list[str]:
-        """Says where the radius is still rising in the last round."""
-        found = super().check(rounds)
+        """Says where the radius is still rising in the last round, and where its share has no effect."""
+        found = super().check(rounds) + ([] if self.salt is None else idle_share("salt", self.salt))
         if self.salt is not None and self.salt.warmup > rounds:
             found.append(
                 f"rho rises for {self.salt.warmup} rounds (method.salt.warmup) and reaches "
@@ -141,6 +148,19 @@ def mean_loss(client: Client, data: ArrayDataset | None = None) -> float:
     return float(client.trainer.losses(client.data if data is None else data).double().mean())
 
 
+def classification(client: Client, logit_adjustment: bool) -> ClassificationObjective:
+    """Cross-entropy of the task's kind, with the prior of the client's labels where that is wanted."""
+    from medfed.training.losses import log_odds_offsets, logit_adjustment_offsets
+    from medfed.training.objectives import ClassificationObjective
+
+    offsets = None
+    if logit_adjustment:
+        counts = client.class_counts()
+        multilabel = client.task.kind == "multilabel"
+        offsets = log_odds_offsets(counts, client.num_samples) if multilabel else logit_adjustment_offsets(counts)
+    return ClassificationObjective(client.task.kind, offsets)
+
+
 def descent(rate: float) -> Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]:
     """Plain gradient descent, without momentum and weight decay, as an ``optimizer`` of :func:`fit_and_reply`."""
     import torch
@@ -165,18 +185,11 @@ def fit_and_reply(
         **options: of :meth:`Client.fit <medfed.federation.client.Client.fit>`: other data, a batch size, an optimiser.
             Logit adjustment takes the prior of all of the client's labels, whatever part of them is trained on.
     """
-    from medfed.training.losses import log_odds_offsets, logit_adjustment_offsets
-    from medfed.training.objectives import ClassificationObjective
     from medfed.training.steps import PlainStep, SharpnessAwareStep
 
     asked = message.values
-    offsets = None
-    if asked["logit_adjustment"]:
-        counts = client.class_counts()
-        multilabel = client.task.kind == "multilabel"
-        offsets = log_odds_offsets(counts, client.num_samples) if multilabel else logit_adjustment_offsets(counts)
     salt = asked.get("salt")
-    objective: Objective = ClassificationObjective(client.task.kind, offsets)
+    objective: Objective = classification(client, asked["logit_adjustment"])
     result = client.fit(
         objective=objective if around is None else around(objective),
         step=SharpnessAwareStep(**salt) if salt else PlainStep(),

@@ -61,6 +61,14 @@ class QFedAvgSettings(LocalTraining):
             raise ValueError("with optimizer: bundle give learning_rate or lipschitz, of which h_k is made")
         return self
 
+    def check(self, rounds: int) -> list[str]:
+        """Names L where it has no effect."""
+        found = super().check(rounds)
+        for other, idle in (("form: as_released", self.form == "as_released"), ("q: 0", self.q == 0)):
+            if idle:
+                return found + self.idle(("lipschitz",), other)
+        return found
+
     @property
     def rate(self) -> float | None:
         """Local learning rate; None is the bundle's."""

@@ -127,7 +127,8 @@ def train(client: Client, message: Message) -> Message:
     """Client task: follows the others on the public images, then trains on its own.
 
     ``sum_(j != k) W_j KL(p_j || p_k)`` has the gradient of the cross-entropy with ``sum_(j != k) W_j p_j``, which is
-    what everybody is sent less one's own part; so no client is told what a single other one predicts.
+    what everybody is sent less one's own part; so, of three clients or more, none is told what a single other one
+    predicts.
 
     Args:
         client: the client.

@@ -56,6 +56,20 @@ class RoFLSettings(NoisyTraining):
     centroid_weight: float = Field(1.0, ge=0)
     entropy_weight: float = Field(0.8, ge=0)
 
+    def check(self, rounds: int) -> list[str]:
+        """Names settings without effect."""
+        found = super().check(rounds)
+        if self.form == "as_released":
+            found += self.idle(("centroid_weight",), "form: as_released")
+        if self.noise_rate == 0:
+            found += self.idle(("gradual",), "noise_rate: 0")
+        if self.pseudo_from is not None and self.pseudo_from >= rounds:
+            found.append(
+                f"no class of the model is learnt: method.pseudo_from is {self.pseudo_from}, counted from 0, and there "
+                f"are {rounds} rounds"
+            )
+        return found
+
     @property
     def depends_on_rounds(self) -> bool:
         """Whether classes of the model are learnt from a share of the rounds on."""
@@ -287,7 +301,7 @@ METHOD = Method(
     program=program,
     tasks={"train": train},
     settings=RoFLSettings,
-    sends="sample count, class centroids",
+    sends="sample count, labels changed (number), class centroids",
     keeps="labels as last trained on",
     task_kinds=("multiclass",),
 )

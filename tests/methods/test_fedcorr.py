@@ -161,7 +161,22 @@ def test_first_stage_is_one_client_after_another():
     came = [replies.replies[0].group("model") for _, _, replies in seen[:2]]
     assert same_state(sent[1], came[0])
     assert same_state(sent[2], came[1])
-    assert all(task == "train" for task, _, _ in seen)
+    asked = [options["message"].values["ratio"] for task, options, _ in seen if task == "correct"]
+    assert asked == [0.0] * len(asked)
+
+
+def test_noise_levels_are_estimated_also_where_no_label_is_corrected(tmp_path):
+    def run(correct):
+        section = {**SECTION, "iterations": 1, "correct": correct}
+        return Federation(section, six_clients(), rounds=2, folder=tmp_path / str(correct)).run()
+
+    kept, corrected = run(False), run(True)
+    assert kept.column("noise_level", 1) == corrected.column("noise_level", 1) != {}
+    assert kept.server.notes["levels"].values == corrected.server.notes["levels"].values
+    assert set(kept.column("edited", 1).values()) == {0} != set(corrected.column("edited", 1).values())
+    assert [r["server"].get("relabelled") for r in kept.records] == [False, None]
+    for client, memory in memories(kept, tmp_path / "False").items():
+        assert torch.equal(memory.get("labels", six_clients()[client].labels), six_clients()[client].labels)
 
 
 def test_edges(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -144,6 +146,36 @@ def test_edges(tmp_path):
         assert all(same_state(a, b) for a, b in zip(one.models, two.models, strict=True))
     with pytest.raises(DataError, match="no public images at the server"):
         Federation(SECTION, three_clients(), rounds=2).run()
+
+
+def overflowing(method, clients):
+    """A method in which the predictions of some clients' models are no numbers, though their weights are."""
+    sound = method.tasks["train_judged"]
+
+    def unsound(client, message):
+        answer = sound(client, message)
+        if client.name not in clients:
+            return answer
+        state = {k: torch.full_like(t, 1e308) for k, t in answer.group("model").items()}
+        state["head.weight"][0] *= -1
+        return Message.of(answer.values, model=state)
+
+    return replace(method, tasks={**method.tasks, "train_judged": unsound})
+
+
+@pytest.mark.parametrize("clients", [("c1",), ("c0", "c1", "c2")])
+def test_models_whose_predictions_are_no_numbers_are_the_most_uncertain(clients):
+    method, settings = resolve_method({**SECTION, "uncertainty": 3.0})
+    unsound = replace(overflowing(method, clients), settings=lambda: settings)
+    done = Federation(unsound, three_clients(), rounds=2, public=PUBLIC).run()
+    told = done.column("uncertainty", 2)
+    assert {c for c, u in told.items() if u is None} == set(clients)
+    if len(clients) == 1:
+        assert done.column("status", 2) == {"c0": "clean", "c1": "noisy", "c2": "clean"}
+        assert set(done.column("weight", 2)) == {"c0", "c2"}
+        assert all(torch.isfinite(t).all() for t in done.models[1].values())
+    else:  # nothing tells them apart
+        assert set(done.column("status", 2).values()) == {"clean"}
 
 
 def test_only_clients_judged_noisy_send_a_second_model():

@@ -18,12 +18,12 @@ import pytest
 import torch
 from planted import watch
 from pydantic import BaseModel
+from test_rhfl import public
 from tiny_federation import Federation
 
 from medfed.data.arrays import ArrayDataset
-from medfed.methods.registry import get_method
+from medfed.methods.registry import METHODS, get_method
 
-METHODS = ("fedavg", "fedprox", "fedism", "fedism_plus", "fednoro", "fedsir", "oct_fedsir", "pruning")
 ROUNDS = 3
 SALT = {"rho": 0.02}
 OCT = {"period": 1, "stage_one": {"epochs": 1}, "kappa": 3.0}
@@ -32,12 +32,22 @@ BASE: dict[str, dict[str, Any]] = {
     "oct_fedsir": OCT,
     "fedsir": {**OCT, "ramp_begin": 1, "ramp_end": 6, "min_samples": 5},
     "pruning": {"stage_one": {"epochs": 1}},
-}
+    "fedelc": {"warmup": 1, "local_epochs": 1},
+    "fedcorr": {"iterations": 1, "fine_tuning": 1, "local_epochs": 1, "confidence": 0.3},
+    "rofl": {"local_epochs": 1},
+    "rhfl": {"pretraining": 1},
+    "fedned": {
+        "warmup": 1, "local_epochs": 1, "uncertainty": 1.0, "confidence": 0.26, "images": 8, "passes": 3, "steps": 2,
+    },
+}  # fmt: skip
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("*", "salt.share"): {"salt": {"rho": 1.0, "radius": "bounded"}},
     ("*", "measure.share"): {"measure": {"rho": 1.0, "radius": "bounded"}},
     ("*", "min_samples"): {"balanced": False},
     ("fedsir", "soften_student"): {"temperature": 0.8},
+    ("agnostic_fl", "local_epochs"): {"work": "epochs"},
+    ("q_fedavg", "optimizer"): {"learning_rate": 0.01},
+    ("fedcorr", "beta"): {"iterations": 2},
 }
 """What a setting needs beside itself to matter."""
 OTHER: dict[tuple[str, str], Any] = {
@@ -55,6 +65,20 @@ OTHER: dict[tuple[str, str], Any] = {
     ("*", "measure"): SALT,
     ("*", "teacher_weight"): 0.9,
     ("*", "ramp_begin"): 2,
+    ("agnostic_fl", "batch_size"): 8,
+    ("agnostic_fl", "average"): False,
+    ("fedce", "floor"): 0.3,
+    ("fedlsr", "warmup"): 1.0,
+    ("fedcorr", "iterations"): 2,
+    ("fedcorr", "fine_tuning"): 2,
+    ("fedcorr", "clean_level"): 1.0,
+    ("rofl", "gradual"): 2,
+    ("rhfl", "pretraining"): 2,
+    ("rhfl", "local_epochs"): 2,
+    ("fedned", "uncertainty"): 3.0,
+    ("fedned", "steps"): 3,
+    ("fedned", "dropout"): 0.9,
+    ("fedned", "confidence"): 0.9,
 }
 """Another value where the derived one would make no difference."""
 SAME: dict[tuple[str, str], str] = {
@@ -157,7 +181,8 @@ def outcome(section: dict[str, Any], signed: bool = False) -> str:
     if signed:
         network = {"_target_": "tiny_federation.Softmax", "num_classes": 4}
     changes = {"network_def": network, "batch_size": 16, "augment::flip": 0.5, "classes": ["a", "b", "c", "d"]}
-    done = Federation(section, world(), rounds=ROUNDS, bundle_changes=changes)
+    shown = public(12) if get_method(section["name"]).public else None
+    done = Federation(section, world(), rounds=ROUNDS, bundle_changes=changes, public=shown)
     seen = watch(done)
     done.run()
     digest = hashlib.sha256()
