@@ -116,9 +116,14 @@ def start(grid: Grid, slot: int, slots: int) -> Worker:
 
 
 def share(slot: int, slots: int) -> list[int]:
-    """The cores of a slot, so that what a cell decides by the number of cores leaves room for the others."""
+    """The cores of a slot, so that what a cell decides by the number of cores leaves room for the others.
+
+    All slots have the same number, as far as there are enough: rounding errors depend on the number of threads, and a
+    cell must come out the same whichever slot it is given.
+    """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores()))
-    return cores[slot::slots] or [cores[slot % len(cores)]]
+    each = len(cores) // slots
+    return cores[slot * each : (slot + 1) * each] or [cores[slot % len(cores)]]
 
 
 @contextlib.contextmanager

@@ -156,6 +156,11 @@ def test_a_base_file_is_relative_to_the_grid_and_changes_and_sets_apply(tmp_path
         ({"methods": ["fedavg", "fedavg"]}, "two methods are called 'fedavg'"),
         ({"methods": ["fedavg", {"name": "fedavg", "label": "again"}]}, "are the same experiment"),
         ({"methods": ["rhfl"]}, "rhfl needs public images"),
+        ({"methods": ["fedavg", {"name": "fedlsr"}], "changes": {"cohort.task": "multilabel"}}, "not admit multilabel"),
+        ({"methods": [{"name": "fedavg", "condition": {"test_fraction": 0.5}}]}, "unknown key 'condition'"),
+        ({"methods": [{"name": "fedavg", "rounds": 3}]}, "unknown key 'rounds'"),
+        ({"conditions": [{"seed": 3}]}, "a condition cannot change 'seed'"),
+        ({"conditions": [{"label": "a", NOISE: 0.2}, {"label": "a", NOISE: 0.4}]}, "two conditions are called 'a'"),
         ({"seeds": [1, 1]}, "a seed is given twice"),
         ({"seeds": 3}, "should be a list"),
         ({"devices": ["gpu0"]}, "'gpu0' is no device"),
@@ -352,7 +357,8 @@ def test_two_processes_make_the_runs_of_one(copied):
 
 def test_slots_share_the_cores_and_see_one_gpu(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
-    assert [share(slot, 2) for slot in range(2)] == [[0, 2, 4], [1, 3]]
+    assert [share(slot, 2) for slot in range(2)] == [[0, 1], [2, 3]]  # as many each, so that all cells compute alike
+    assert [share(slot, 5) for slot in range(5)] == [[0], [1], [2], [3], [4]]
     assert [share(slot, 7) for slot in (0, 6)] == [[0], [1]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     with seeing("cuda:1"):
