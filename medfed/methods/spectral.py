@@ -5,6 +5,10 @@ class, how many samples they have, its representative direction and its residual
 goes up. The server forms what they agree on (Eqs. 20 to 22) and sends it to the clients judged noisy, which change
 training targets where both criteria agree (Eqs. 23 to 27). Targets, proposals and scores stay at the client.
 
+With ``relabelling: posterior``, medfed's own rule, clean clients also send counts and means of their classes and the
+scatter within them (:mod:`medfed.reliability.posterior`); their sums go to the others, which weigh the features against
+what their observed labels say. Directions and residual bases then feed the audit list alone.
+
 Clean clients are sent the common references too (``audit: all``): they change no target, but learn which of their own
 labels look doubtful. Nothing of it comes back.
 """
@@ -28,6 +32,7 @@ from medfed.methods.stage_one import features_of, forget, remember_samples
 
 if TYPE_CHECKING:
     from medfed.reliability.identification import Verdict
+    from medfed.reliability.posterior import ClassMoments
     from medfed.reliability.references import ClassReference
 
 Parts = dict[int, dict[str, "ClassReference"]]
@@ -38,6 +43,9 @@ class Relabelling(MethodSettings):
 
     Args:
         relabel: whether training targets are changed at all.
+        relabelling: ``published``, the class on which both spectral criteria agree; or ``posterior``, medfed's own: the
+            most probable class, given the features and the observed label.
+        confidence: ``posterior``: least probability of a class that is proposed; otherwise the label stays.
         period: rounds between checkpoints R; before each round whose number, counted from 0, is a positive multiple of
             R. The paper says "periodic", FedSIR's released code has 20.
         relabel_from: ``observed``: every checkpoint starts again from the observed labels, as Eq. 27 reads;
@@ -51,13 +59,15 @@ class Relabelling(MethodSettings):
             client has ``min_reference`` samples, the class takes the reference of the client with most samples.
         normalise: features of length one for the scores (FedSIR); changes the scores of the audit, no decision.
         keep_unknown: targets of samples whose observed class no clean client has stay; without it they can be changed
-            to other classes, never from others to this one.
+            to other classes, never from others to this one. They always stay with ``posterior``.
         correct_undetermined: clients whose labels could not be judged are treated as noisy ones. Otherwise their
             targets stay as observed.
         audit: who gets proposals for its own labels: ``all`` clients, or ``noisy`` ones alone.
     """
 
     relabel: bool = True
+    relabelling: Literal["published", "posterior"] = "published"
+    confidence: float = Field(0.0, ge=0, le=1)
     period: int = Field(20, ge=1)
     relabel_from: Literal["observed", "current"] = "observed"
     kappa: float = Field(10.0, gt=0)
@@ -79,6 +89,8 @@ class Relabelling(MethodSettings):
         found = super().check(rounds)
         if not self.relabel:
             return found + self.idle(set(Relabelling.model_fields) - {"relabel", "period"}, when="relabel: false")
+        unused = "keep_unknown" if self.relabelling == "posterior" else "confidence"
+        found += self.idle((unused,), f"relabelling: {self.relabelling}")
         if not any(self.due(round) for round in range(1, rounds + 1)):
             fixes = [f"set method.period to {max(1, rounds // 5)}"] if rounds > 1 else []
             fixes += ["raise rounds", "set method.relabel to false"]
@@ -103,12 +115,13 @@ def describe(client: Client, message: Message) -> Message:
 
     Args:
         client: the client.
-        message: group ``reference``, or none where its features are kept; values ``keep``, ``kappa``, ``residual`` and
-            ``dominance`` (whether that number is wanted).
+        message: group ``reference``, or none where its features are kept; values ``keep``, ``kappa``, ``residual``,
+            ``dominance`` (whether that number is wanted) and ``moments`` (whether they are).
 
     Returns:
         Group ``references`` with ``C/direction`` ``[d]`` and ``C/residual`` ``[d, L']`` (left out where empty), values
-        ``samples`` and ``counts`` by class, and ``dominance`` by class where wanted.
+        ``samples`` and ``counts`` by class, and ``dominance`` by class where wanted. Group ``moments``, where wanted,
+        with ``counts`` ``[C]``, ``means`` ``[C, p]`` and ``scatter`` ``[p (p + 1) / 2]``.
     """
     from medfed.reliability.references import class_reference
 
@@ -127,23 +140,30 @@ def describe(client: Client, message: Message) -> Message:
     values: dict[str, Any] = {"samples": client.num_samples, "counts": counts}
     if message.values["dominance"]:
         values["dominance"] = dominance
-    return Message.of(values, references=tensors)
+    if not message.values["moments"]:
+        return Message.of(values, references=tensors)
+    from medfed.reliability.posterior import class_moments
+
+    moments = class_moments(features, labels, client.task.num_classes)
+    return Message.of(values, references=tensors, moments=moments.to_tensors())
 
 
 def relabel(client: Client, message: Message) -> Message:
     """Client task: proposals for the observed labels, and new training targets where the client is to be corrected.
 
     In the client's memory: ``labels`` (where corrected), ``audit_rounds``, ``audit_proposals``,
-    ``audit_representative``, ``audit_residual``, ``audit_loo_label`` and ``audit_loo_margin``.
+    ``audit_representative``, ``audit_residual``, ``audit_loo_label``, ``audit_loo_margin`` and, with moments,
+    ``audit_posterior``.
 
     Args:
         client: the client.
-        message: groups ``consensus``, and ``reference`` where the client does not hold its features; values ``keep``,
-            ``normalise``, ``relabel_from``, ``keep_unknown`` and ``correct``.
+        message: groups ``consensus``, ``reference`` where the client does not hold its features, and ``moments`` where
+            the posterior is to decide; values ``keep``, ``normalise``, ``relabel_from``, ``keep_unknown``, ``correct``,
+            ``confidence`` and ``inside`` (the moments are of this client's samples, too).
 
     Returns:
         ``samples``; from a corrected client also ``edited``, how many targets differ from the observed labels now, and
-        ``proposed``, for how many samples both criteria agree on another class than the observed one.
+        ``proposed``, for how many samples another class than the observed one is proposed.
     """
     from medfed.reliability import relabelling
     from medfed.reliability.evidence import evidence
@@ -152,7 +172,10 @@ def relabel(client: Client, message: Message) -> Message:
     classes = client.task.num_classes
     references = _read(message.group("consensus"), {})
     representative, residual = relabelling.scores(features, references, classes, normalise=message.values["normalise"])
-    proposals = relabelling.agreement(representative, residual).cpu()
+    if message.group("moments"):
+        proposals = _by_posterior(client, message, features)
+    else:
+        proposals = relabelling.agreement(representative, residual).cpu()
     _remember(client, proposals, representative, residual)
     remember_samples(client, evidence(features, observed, classes).samples)
     forget(client)
@@ -173,6 +196,15 @@ def relabel(client: Client, message: Message) -> Message:
     )
 
 
+def _by_posterior(client: Client, message: Message, features: torch.Tensor) -> torch.Tensor:
+    from medfed.reliability.posterior import ClassMoments, posterior, proposals
+
+    moments = ClassMoments.of(message.group("moments"), client.task.num_classes)
+    found = posterior(features, client.data.labels, moments, inside=message.values["inside"])
+    client.memory["audit_posterior"] = found.probability.float()
+    return proposals(found.probability, message.values["confidence"])
+
+
 def _remember(client: Client, proposals: torch.Tensor, representative: torch.Tensor, residual: torch.Tensor) -> None:
     memory = client.memory
     memory["audit_rounds"] = [*memory.get("audit_rounds", []), client.round]
@@ -184,51 +216,64 @@ def _remember(client: Client, proposals: torch.Tensor, representative: torch.Ten
 # Server.
 
 
-def checkpoint(server: Server, settings: Relabelling, verdict: Verdict, held: bool) -> None:
+def checkpoint(server: Server, settings: Relabelling, verdict: Verdict, held: bool) -> int:
     """One relabelling checkpoint; without a clean client, or without any reference, no target changes.
 
     Args:
         server: the server.
         settings: of the relabelling.
-        verdict: who is clean.
+        verdict: who is clean; of those clients alone that are to take part.
         held: all clients hold the features of the reference model already.
+
+    Returns:
+        How many classes have a reference.
     """
     if not verdict.clean:
         server.report().warnings.append("no client is judged clean: no label is changed")
-        return
+        return 0
     model = {} if held else {"reference": reference_model(server)}
     wanted = {
         "keep": settings.audit == "all",
         "kappa": settings.kappa,
         "residual": settings.residual,
         "dominance": settings.weighting == "spectral",
+        "moments": settings.relabelling == "posterior",
     }
     told = server.ask("describe", Message.of(wanted, **model), clients=verdict.clean, numbers=("samples",))
     references = {c: agreed(parts, settings) for c, parts in sorted(parts_of(server, told).items())}
     server.report(server={"relabelled": bool(references), "referenced_classes": len(references)})
     if not references:
         server.report().warnings.append("no clean client has sent a class reference: no label is changed")
-        return
-    common = _written(references)
+        return 0
+    common = {"consensus": _written(references)}
+    pooled, known = moments_of(server, told) if settings.relabelling == "posterior" else (None, set())
+    if pooled is not None:
+        common["moments"] = pooled.to_tensors()
+    elif settings.relabelling == "posterior":
+        server.report().warnings.append("no clean client has sent moments: no label is changed")
+        return 0
     values = {
         "keep": False,
         "normalise": settings.normalise,
         "relabel_from": settings.relabel_from,
         "keep_unknown": settings.keep_unknown,
+        "confidence": settings.confidence,
+        "inside": False,
     }
     corrected = {*verdict.noisy, *(verdict.undetermined if settings.correct_undetermined else ())}
-    others = set(server.clients) - set(verdict.clean) if settings.audit == "all" else corrected
+    others = set(verdict.status) - set(verdict.clean) if settings.audit == "all" else corrected
     if others:
         each = {c: {"correct": c in corrected} for c in others}
-        replies = server.ask("relabel", Message.of(values, consensus=common, **model), clients=others, each=each)
+        replies = server.ask("relabel", Message.of(values, **common, **model), clients=others, each=each)
         changed = {r.client: r.values for r in replies if "edited" in r.values}
         server.report(
             edited={c: v["edited"] for c, v in changed.items()},
             proposed={c: v["proposed"] for c, v in changed.items()},
         )
     if settings.audit == "all":
-        message = Message.of({**values, "correct": False}, consensus=common)
-        server.ask("relabel", message, clients=told.clients)
+        message = Message.of({**values, "correct": False}, **common)
+        server.ask("relabel", message, clients=told.clients, each={c: {"inside": c in known} for c in told.clients})
+    return len(references)
 
 
 def parts_of(server: Server, replies: Replies) -> Parts:
@@ -253,6 +298,24 @@ def parts_of(server: Server, replies: Replies) -> Parts:
         for c, part in parts.items():
             out.setdefault(c, {})[client] = part
     return out
+
+
+def moments_of(server: Server, replies: Replies) -> tuple[ClassMoments | None, set[str]]:
+    """The pooled moments and whose they are; what cannot be read or does not fit is left out and reported."""
+    from medfed.reliability.posterior import ClassMoments, pooled
+
+    found: dict[str, ClassMoments] = {}
+    for reply in replies:
+        try:
+            found[reply.client] = ClassMoments.of(reply.group("moments"), server.task.num_classes)
+        except (KeyError, ValueError):
+            server.report().warnings.append(f"{reply.client}: class moments that cannot be read")
+    sizes = Counter(m.means.shape[1] for m in found.values())
+    size = sizes.most_common(1)[0][0] if sizes else 0
+    for client in [c for c, m in found.items() if m.means.shape[1] != size]:
+        del found[client]
+        server.report().warnings.append(f"{client}: class moments of another dimension")
+    return (pooled([found[c] for c in sorted(found)]) if found else None), set(found)
 
 
 def agreed(parts: Mapping[str, ClassReference], settings: Relabelling) -> ClassReference:

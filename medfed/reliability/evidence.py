@@ -61,6 +61,20 @@ def normalised(features: Tensor) -> Tensor:
     return x / x.norm(dim=1, keepdim=True).clamp(min=1e-12)
 
 
+def projected(x: Tensor, dimension: int = DIMENSION) -> Tensor:
+    """Rows after a random projection to ``dimension`` numbers, the same everywhere; unchanged where they have no more.
+
+    Args:
+        x: ``[N, d]`` float64.
+        dimension: of the projection.
+    """
+    if x.shape[1] <= dimension:
+        return x
+    generator = torch_generator("projection of evidence", x.shape[1], dimension)
+    matrix = torch.randn(x.shape[1], dimension, generator=generator, dtype=torch.float64) / math.sqrt(dimension)
+    return x @ matrix.to(x.device)
+
+
 def leave_one_out(features: Tensor, labels: Tensor, num_classes: int, ridge: float = RIDGE) -> Tensor:
     r"""Scores of a class-balanced ridge classifier for each sample, fitted without that sample.
 
@@ -173,10 +187,7 @@ def _separability(scores: Tensor, labels: Tensor, counted: Tensor) -> dict[str, 
 
 
 def _moments(x: Tensor, labels: Tensor, num_classes: int, dimension: int) -> dict[str, Tensor]:
-    if x.shape[1] > dimension:
-        generator = torch_generator("projection of evidence", x.shape[1], dimension)
-        matrix = torch.randn(x.shape[1], dimension, generator=generator, dtype=torch.float64) / math.sqrt(dimension)
-        x = x @ matrix.to(x.device)
+    x = projected(x, dimension)
     x, labels = x.cpu(), labels.cpu()
     counts = torch.bincount(labels, minlength=num_classes)
     counts = torch.where(counts >= MIN_MEAN, counts, 0)
