@@ -80,7 +80,7 @@ def make_grid(
     for condition, facts in conditions.items():
         for seed in seeds:
             for label, settings in methods.items():
-                name = f"{slug(condition)}-{slug(label)}-s{seed}"
+                name = "-".join(filter(None, (slug(condition), slug(label), f"s{seed}")))
                 entries.append({"condition": condition, "method": label, "seed": seed, "folder": name})
                 if (condition, label, seed) in (failed or {}):
                     failures[name] = (failed or {})[condition, label, seed]

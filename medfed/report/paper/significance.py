@@ -144,7 +144,7 @@ def by_seed(differences: dict[Place, float]) -> dict[int, float]:
     return {seed: statistics.fmean(d for (_, s), d in differences.items() if s == seed) for seed in seeds}
 
 
-def test_sheet(one: Family) -> Sheet:
+def difference_sheet(one: Family) -> Sheet:
     """The tests of a family as a table."""
     shown = metric(one.key.partition("/")[2])
     lines = []

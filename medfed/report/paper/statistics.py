@@ -82,7 +82,7 @@ def signed_rank(differences: Sequence[float]) -> float | None:
 def paired_t(differences: Sequence[float]) -> float | None:
     """Two-sided p of the paired t test; None for fewer than two differences or where they are all the same."""
     found = np.asarray(differences, np.float64)
-    if len(found) < 2 or np.ptp(found) == 0:
+    if len(found) < 2 or np.ptp(found) <= 1e-12 * np.abs(found).max():
         return None
     from scipy.stats import ttest_1samp
 

@@ -48,7 +48,7 @@ class Papers:
     @property
     def test_sheets(self) -> list[Sheet]:
         """Tests and ranks as they are written."""
-        found = [(significance.test_sheet(f), significance.rank_sheet(f)) for f in self.families]
+        found = [(significance.difference_sheet(f), significance.rank_sheet(f)) for f in self.families]
         return [s for pair in found for s in pair if s is not None]
 
     @property
