@@ -11,7 +11,7 @@ from medfed.data.cohort import Task
 from medfed.errors import MedfedError
 from medfed.federation.client import Client, Request
 from medfed.federation.memory import ClientMemory, client_folder
-from medfed.federation.messages import Message, Refusal, check_plain
+from medfed.federation.messages import Message, Refusal, check_plain, check_tensors
 from medfed.federation.method import ClientTask
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class ClientHost:
             if not isinstance(answer, Message):
                 raise TypeError(f"task '{request.task}' returned {type(answer).__name__}, not a Message")
             check_plain(dict(answer.values))
+            check_tensors(answer.tensors)
             client.memory.save(request.step)
             return answer
         except KeyError as error:

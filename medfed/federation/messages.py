@@ -33,6 +33,14 @@ def check_plain(value: Any, name: str = "value") -> None:
         raise TypeError(f"{name}: {type(value).__name__} is not a plain value (bool, int, float, str, None)")
 
 
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Raises TypeError unless every one is a dense tensor; an array of NumPy is none."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            what = "sparse" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"'{name}' is {what}, not a dense tensor")
+
+
 def first_non_finite(value: Any, name: str = "value") -> str | None:
     """The name of the first NaN or infinity in a plain value, or whole number that no float can hold, or None."""
     if isinstance(value, Mapping):

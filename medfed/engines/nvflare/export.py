@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -47,6 +48,20 @@ def rooted(experiment: Experiment) -> dict[str, Any]:
     return {**data, "cache": str(experiment.cache_dir.resolve())}
 
 
+def check_secrets(experiment: Experiment) -> None:
+    """A job is kept in clear by NVFlare's server: it must hold no password.
+
+    Raises:
+        ConfigError: the address of an MLflow server holds one.
+    """
+    if "@" in urlsplit(experiment.tracking.uri or "").netloc:
+        raise ConfigError(
+            "the job would hold a user name or password in clear.",
+            where="tracking.uri",
+            fix="Leave it out and set the environment variable MLFLOW_TRACKING_URI at the server.",
+        )
+
+
 def export(
     source: Path,
     out: Path,
@@ -72,6 +87,7 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("is there already.", where=str(out), fix="Give a new folder.")
     experiment = read_source(source, sets)
+    check_secrets(experiment)
     if experiment.sites is not None:
         agreed = agree(experiment)
         clients, bundle = agreed.names, agreed.bundle

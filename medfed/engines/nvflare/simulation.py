@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfed.engines.nvflare.jobs import ALLOWED, write_job
+from medfed.engines.nvflare.participant import ARENAS
 from medfed.engines.nvflare.plan import ServerPlan, Simulation, site_names, site_plan
 from medfed.engines.nvflare.shares import write_share
 from medfed.errors import FederationError
@@ -82,6 +83,7 @@ def simulate(
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env={"MALLOC_ARENA_MAX": ARENAS, **os.environ},  # as in the kits of real participants
         )
         try:
             _follow(process, prepared, folder, listeners)

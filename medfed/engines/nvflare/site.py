@@ -74,7 +74,12 @@ class Desk:
         facts: dict[str, Any] = {"run": self._run}
         if request is not None:
             facts |= {"task": request.task, "round": request.round, "step": request.step}
-        data = pack_answer(answer, self._client, facts)
+        try:
+            data = pack_answer(answer, self._client, facts)
+        except Exception as error:  # a type of number that safetensors does not know, say
+            self._log(f"{type(error).__name__}: {error}")
+            answer = Refusal(self._client, f"its reply cannot be sent ({type(error).__name__})")
+            data = pack_answer(answer, self._client, facts)
         if len(data) > self._limit and isinstance(answer, Message):
             answer = Refusal(self._client, too_large("its reply", len(data), self._limit))
             data = pack_answer(answer, self._client, facts)
