@@ -67,6 +67,70 @@ def normalised(weights: Mapping[str, float], clients: Sequence[str]) -> dict[str
     return {c: weights[c] / total for c in clients}
 
 
+def needs_of_groups(
+    needs: Mapping[str, float],
+    samples: Mapping[str, float],
+    groups: Sequence[Sequence[str]],
+    trusted: Collection[str],
+) -> dict[str, float]:
+    """Need of each group of clients: the size-weighted mean over its trusted members (FedMerit).
+
+    A group without a trusted member that was measured takes the mean over the others, but at most the greatest need of
+    a group with one: where labels may be wrong, a high loss proves nothing.
+
+    Args:
+        needs: of the clients that were measured.
+        samples: their sample counts.
+        groups: of clients, disjoint.
+        trusted: clients whose labels are relied on.
+
+    Returns:
+        A need by the first member of each group in which somebody was measured.
+    """
+    relied: dict[str, float] = {}
+    doubtful: dict[str, float] = {}
+    for group in groups:
+        measured = [c for c in group if c in needs]
+        sure = [c for c in measured if c in trusted]
+        if measured:
+            taken = sure or measured
+            mean = math.fsum(samples[c] * needs[c] for c in taken) / math.fsum(samples[c] for c in taken)
+            (relied if sure else doubtful)[group[0]] = mean
+    most = max(relied.values(), default=math.inf)
+    return relied | {name: min(value, most) for name, value in doubtful.items()}
+
+
+def by_merit(
+    samples: Mapping[str, float],
+    wrong: Mapping[str, float | None],
+    needs: Mapping[str, float],
+    q: float,
+    classes: int,
+) -> dict[str, float]:
+    """Weights of FedMerit: w_k in proportion to N_k (1 - C/(C-1) wrong_k) need_k^q, with the second factor at least 0.
+
+    Args:
+        samples: N_k of each client.
+        wrong: share of wrong labels of clients that are not relied on; None, where it is not known, counts as half of
+            the share (C-1)/C of labels drawn at random.
+        needs: of each client; empty for the same everywhere.
+        q: how strongly weights follow needs.
+        classes: C.
+
+    Returns:
+        Weights that sum to one; those without ``wrong`` where they would all be zero.
+    """
+    random = (classes - 1) / classes if classes > 1 else 1.0
+    purity = {c: max(1 - (random / 2 if w is None else w) / random, 0.0) for c, w in wrong.items()}
+    most = max(needs.values(), default=0.0)
+    scaled = {c: (needs[c] / most) ** q if needs and most > 0 else 1.0 for c in samples}
+    raw = {c: float(n) * purity.get(c, 1.0) * scaled[c] for c, n in samples.items()}
+    total = math.fsum(raw.values())
+    if not total > 0:
+        return by_merit(samples, {}, needs, q, classes) if wrong else by_samples(samples)
+    return {c: w / total for c, w in raw.items()}
+
+
 @torch.no_grad()
 def distances(states: Mapping[str, State], clean: Collection[str]) -> dict[str, float]:
     """Distance of every model to the nearest clean one (FedNoRo, Wu et al. IJCAI 2023; OCT-FedSIR).

@@ -148,14 +148,13 @@ def _judge(server: Server, settings: Identification, replies: Replies) -> Verdic
     from medfed.reliability.spectra import Descriptors
 
     if settings.identification == "evidence":
+        from medfed.reliability.peers import judge_among_peers
         from medfed.reliability.verdicts import judge
 
         earlier = dict(server.notes["evidence"].values) if "evidence" in server.notes else None
-        verdict, state = judge({r.client: r.message for r in replies}, earlier, settings.mixture_seed)
-        if earlier and "shares" in earlier:
-            # Those who did not answer this time keep what is pooled of them.
-            state = {**state, "shares": {**earlier["shares"], **state.get("shares", {})}}
-        server.notes["evidence"] = Message(values=state)
+        sent = {r.client: r.message for r in replies}
+        verdict, state = judge_among_peers(sent, earlier) if settings.compare == "peers" else judge(sent, earlier)
+        server.notes["evidence"] = Message(values=_kept(state, earlier or {}))
     else:
         told = dict(server.notes["descriptors"].values) if "descriptors" in server.notes else {}
         names = ("descriptor_mean", "descriptor_energy", "descriptor_max")
@@ -169,6 +168,15 @@ def _judge(server: Server, settings: Identification, replies: Replies) -> Verdic
                 described[client] = Descriptors(mean, energy, maximum, pairs=2)
         verdict = published(described, use_maximum=settings.maximum, seed=settings.mixture_seed)
     return _completed(server, verdict)
+
+
+def _kept(state: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with what is pooled of those who did not answer this time."""
+    out = {**state, "shares": {**earlier.get("shares", {}), **state["shares"]}}
+    if "within" in state:
+        before = earlier.get("within", {})
+        out["within"] = {name: _kept(inner, before.get(name, {})) for name, inner in state["within"].items()}
+    return out
 
 
 def _with(judged: Verdict, replies: Replies, before: Verdict) -> Verdict:

@@ -60,12 +60,14 @@ def train_noise_aware(client: Client, message: Message) -> Message:
             ``learning_rate`` (None for the bundle's) and ``logit_adjustment``. Optional values: ``least_count`` (1):
             classes count at least so many samples in the prior, or, at 0, classes without any are left out of the KL,
             as released with FedNoRo; ``distil_on`` (``all``): ``disagree`` lets only those samples follow the
-            teacher for which the last relabelling found no agreed class (FedSIR).
+            teacher for which the last relabelling found no agreed class (FedSIR); ``salt``: radius, rule and alpha of
+            sharpness-aware steps on the whole objective.
 
     Returns:
         Group ``model``; values ``samples``, ``loss``, ``steps`` and ``skipped``.
     """
     from medfed.training.objectives import DistillationObjective
+    from medfed.training.steps import PlainStep, SharpnessAwareStep
 
     values, received = message.values, message.group("model")
     client.load(received)
@@ -84,7 +86,14 @@ def train_noise_aware(client: Client, message: Message) -> Message:
             mask=_disagreed(client) if values.get("distil_on", "all") == "disagree" else None,
             observed=None if least else client.class_counts() > 0,
         )
-    result = client.fit(data, objective=objective, epochs=values["epochs"], learning_rate=values["learning_rate"])
+    salt = values.get("salt")
+    result = client.fit(
+        data,
+        objective=objective,
+        step=SharpnessAwareStep(**salt) if salt else PlainStep(),
+        epochs=values["epochs"],
+        learning_rate=values["learning_rate"],
+    )
     return trained(client, result)
 
 

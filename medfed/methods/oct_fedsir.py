@@ -136,7 +136,7 @@ def one_round(server: Server, settings: OctFedSIRSettings, round: int) -> RoundR
         weights = by_samples(replies.value("samples")) if replies else {}
         if replies:
             server.model = replies.mean["model"]
-            _refresh(server, verdict, replies, replies.mean.get("reference"))
+            refresh_reference(server, verdict, replies, replies.mean.get("reference"))
     return server.report(replies, server={"teacher_weight": weight}, weight=weights, distance=apart)
 
 
@@ -150,11 +150,11 @@ def _distance_aware(server: Server, verdict: Verdict, replies: Replies) -> tuple
     server.model = weighted_mean(list(states.values()), [weights[c] for c in states])
     latest = [c for c in states if c in verdict.clean]
     reference = weighted_mean([states[c] for c in latest], [samples[c] for c in latest]) if latest else None
-    _refresh(server, verdict, replies, reference)
+    refresh_reference(server, verdict, replies, reference)
     return weights, apart
 
 
-def _refresh(server: Server, verdict: Verdict, replies: Replies, present: State | None) -> None:
+def refresh_reference(server: Server, verdict: Verdict, replies: Replies, present: State | None) -> None:
     """The clean reference model after a round: size-weighted mean of the clean clients' latest local models.
 
     One model is kept, whatever the number of clients. Clean clients that took no part in the round keep their weight

@@ -31,6 +31,7 @@ METHODS: dict[str, str] = {
     "fedsir": "medfed.methods.fedsir:METHOD",
     "oct_fedsir": "medfed.methods.oct_fedsir:METHOD",
     "pruning": "medfed.methods.pruning:METHOD",
+    "fedmerit": "medfed.methods.fedmerit:METHOD",
 }
 
 

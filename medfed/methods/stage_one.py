@@ -50,6 +50,8 @@ class Identification(MethodSettings):
 
     Args:
         identification: ``published``, the paper's mixture of descriptors; or ``evidence``, medfed's own.
+        compare: ``evidence``: clients are compared with ``all`` others, or with their ``peers``, whose images are of
+            like quality: bad images then do not look like wrong labels.
         stage_one: local training before identification (``published``), and of the models from which Stage II begins.
         balanced: ``published``: each observed class is repeated at random up to the size of the largest (Eqs. 4 to 6).
         maximum: ``published``: the largest cosine is a third descriptor beside mean and energy (Eq. 15).
@@ -64,6 +66,7 @@ class Identification(MethodSettings):
     """
 
     identification: Literal["published", "evidence"] = "published"
+    compare: Literal["all", "peers"] = "all"
     stage_one: StageOne = StageOne()
     balanced: bool = True
     maximum: bool = True
@@ -76,6 +79,8 @@ class Identification(MethodSettings):
     def check(self, rounds: int) -> list[str]:
         """Names settings of the descriptors where there are none."""
         found = super().check(rounds)
+        if self.identification == "published":
+            found += self.idle(("compare",), "identification: published")
         if self.identification == "evidence":
             found += self.idle(("balanced", "maximum", "absolute", "min_samples", "augmented"), EVIDENCE)
             if self.start == "initial":

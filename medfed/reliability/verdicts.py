@@ -8,7 +8,7 @@ two groups explain the shares no better than one, nobody is accused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,42 +49,50 @@ def judge(
         ``renamed``, pairs of classes that most clients seem to have swapped.
     """
     names = sorted(evidence)
-    described = [name for name in names if _described(evidence[name])]
+    known = [name for name in names if described(evidence[name])]
     notes: list[str] = []
     raw, error = np.zeros(0), np.zeros(0)
     renamed: tuple[tuple[int, int], ...] = ()
-    if len(described) >= 2:
-        found = estimate(_summaries([evidence[name] for name in described]))
+    if len(known) >= 2:
+        found = estimate(summaries([evidence[name] for name in known]))
         raw, error, renamed = found.wrong, found.error, found.renamed
-    calls = np.ones(len(described), dtype=int)
+    calls = np.ones(len(known), dtype=int)
     if previous:
-        raw, error, calls = _pooled(described, raw, error, previous.get("shares", {}))
+        raw, error, calls = pooled(known, raw, error, previous.get("shares", {}))
     group = two_groups(raw, error)
     status = dict.fromkeys(names, "undetermined")
     posterior = dict.fromkeys(names, math.nan)
-    if len(described) < 2:
-        status.update(dict.fromkeys(described, "clean"))
+    if len(known) < 2:
+        status.update(dict.fromkeys(known, "clean"))
         notes.append("Fewer than two clients can be judged: nobody to differ from.")
-    elif not _predictable([evidence[name] for name in names]):
+    elif not predictable([evidence[name] for name in names]):
         notes.append("No client's labels can be predicted better than chance: none can be called clean.")
     else:
-        for name, p in zip(described, group.clean):
+        for name, p in zip(known, group.clean):
             posterior[name] = float(p)
-            status[name] = "clean" if p > UNSURE[1] else "noisy" if p < UNSURE[0] else "undetermined"
+            status[name] = status_of(float(p))
         if not group.split:
             notes.append("One group explains the shares of wrong labels as well as two: nobody is accused.")
     if renamed:
         pairs = ", ".join(f"{a} and {b}" for a, b in renamed)
         notes.append(f"Most clients seem to have swapped the classes {pairs}: those who did not are the purer ones.")
-    return Verdict(status, posterior, " ".join(notes)), _state(names, described, raw, error, calls, group, renamed)
+    return Verdict(status, posterior, " ".join(notes)), state_of(names, known, raw, error, calls, group, renamed)
 
 
-def _described(one: EvidenceLike) -> bool:
+def status_of(clean: float) -> str:
+    """What a probability of being clean means."""
+    return "clean" if clean > UNSURE[1] else "noisy" if clean < UNSURE[0] else "undetermined"
+
+
+def described(one: EvidenceLike) -> bool:
+    """Whether a client has sent the mean of any class."""
     counts = one.tensors.get("evidence/counts")
     return counts is not None and float(counts.sum()) > 0
 
 
-def _summaries(evidence: list[EvidenceLike]) -> Summaries:
+def summaries(evidence: Sequence[EvidenceLike]) -> Summaries:
+    """The class means of clients, centred and in their common metric, from what each sent."""
+
     def stacked(name: str) -> np.ndarray:
         return np.stack([np.asarray(one.tensors[f"evidence/{name}"], dtype=np.float64) for one in evidence])
 
@@ -98,7 +106,7 @@ def _summaries(evidence: list[EvidenceLike]) -> Summaries:
     return Summaries(counts, means, spread, _purity(evidence))
 
 
-def _purity(evidence: list[EvidenceLike]) -> np.ndarray:
+def _purity(evidence: Sequence[EvidenceLike]) -> np.ndarray:
     """A first guess: noise at training and at testing multiply, hence the root; relative to the best clients."""
     contrast = np.array([one.values.get("contrast", math.nan) for one in evidence], dtype=float)
     if np.isnan(contrast).all():
@@ -109,13 +117,13 @@ def _purity(evidence: list[EvidenceLike]) -> np.ndarray:
     return np.clip(np.sqrt(np.clip(ratio, 0, 1)), 0.05, 0.97)
 
 
-def _predictable(evidence: list[EvidenceLike]) -> bool:
+def predictable(evidence: Sequence[EvidenceLike]) -> bool:
     """Whether labels can be predicted at all: the best client's, with the number of clients allowed for."""
     values = [one.values for one in evidence if "separability" in one.values]
     return not values or max(v["separability"] / v["separability_error"] for v in values) > CHANCE
 
 
-def _pooled(
+def pooled(
     names: list[str], raw: np.ndarray, error: np.ndarray, previous: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Shares averaged over calls.  The labels are the same ones, so the error is averaged, not reduced."""
@@ -130,17 +138,18 @@ def _pooled(
     return raw, error, calls
 
 
-def _state(
+def state_of(
     names: list[str],
-    described: list[str],
+    known: list[str],
     raw: np.ndarray,
     error: np.ndarray,
     calls: np.ndarray,
     group: Grouping,
     renamed: tuple[tuple[int, int], ...],
 ) -> dict[str, Any]:
+    """The state for the next call; see :func:`judge`."""
     shares: dict[str, Any] = {name: {"wrong": None, "raw": None, "error": None, "calls": 0} for name in names}
-    for k, name in enumerate(described[: len(raw)]):
+    for k, name in enumerate(known[: len(raw)]):
         wrong = float(min(max((raw[k] - group.centre) / max(1 - group.centre, 1e-6), 0.0), 1.0))
         shares[name] = {"wrong": wrong, "raw": float(raw[k]), "error": float(error[k]), "calls": int(calls[k])}
     return {"shares": shares, "renamed": [list(pair) for pair in renamed]}

@@ -32,6 +32,7 @@ BASE: dict[str, dict[str, Any]] = {
     "oct_fedsir": OCT,
     "fedsir": {**OCT, "ramp_begin": 1, "ramp_end": 6, "min_samples": 5},
     "pruning": {"stage_one": {"epochs": 1}},
+    "fedmerit": {**OCT, "salt": SALT},
     "fedelc": {"warmup": 1, "local_epochs": 1},
     "fedcorr": {"iterations": 1, "fine_tuning": 1, "local_epochs": 1, "confidence": 0.3},
     "rofl": {"local_epochs": 1},
@@ -48,6 +49,12 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("agnostic_fl", "local_epochs"): {"work": "epochs"},
     ("q_fedavg", "optimizer"): {"learning_rate": 0.01},
     ("fedcorr", "beta"): {"iterations": 2},
+    ("*", "compare"): {"identification": "evidence"},
+    **{
+        ("fedmerit", key): {"identification": "published"}
+        for key in ("balanced", "maximum", "absolute", "augmented", "mixture_seed")
+    },
+    ("fedmerit", "min_samples"): {"identification": "published", "balanced": False},
 }
 """What a setting needs beside itself to matter."""
 OTHER: dict[tuple[str, str], Any] = {
@@ -147,10 +154,13 @@ def cases() -> list[tuple[str, str]]:
 
 
 @cache
-def world() -> dict[str, ArrayDataset]:
+def world(qualities: int = 1) -> dict[str, ArrayDataset]:
     """Six clients of four classes in signed feature space; three have wrong labels, one a single class.
 
     The last class occurs at noisy clients alone, and each clean client lacks or hardly has some class.
+
+    Args:
+        qualities: with 2, some clients, clean and noisy ones, have images of another quality.
     """
     draw = np.random.default_rng(5)
     prototypes = draw.uniform(60, 195, (4, 16))
@@ -165,6 +175,8 @@ def world() -> dict[str, ArrayDataset]:
             wrong = draw.permutation(len(true))[: len(true) // 2]
             observed[wrong] = (observed[wrong] + draw.integers(1, 3, len(wrong))) % (4 if client != "c4" else 3)
         pixels = prototypes[true] + draw.normal(0, 35, (len(true), 16))
+        if qualities == 2 and client in ("c2", "c5", "c6"):
+            pixels = 0.5 * np.where(np.arange(16) % 2, 255 - pixels, pixels)
         images = pixels.clip(0, 255).astype(np.uint8).reshape(-1, 1, 4, 4)
         data[client] = ArrayDataset(images, np.arange(len(true)), torch.from_numpy(observed))
     return data
@@ -182,7 +194,8 @@ def outcome(section: dict[str, Any], signed: bool = False) -> str:
         network = {"_target_": "tiny_federation.Softmax", "num_classes": 4}
     changes = {"network_def": network, "batch_size": 16, "augment::flip": 0.5, "classes": ["a", "b", "c", "d"]}
     shown = public(12) if get_method(section["name"]).public else None
-    done = Federation(section, world(), rounds=ROUNDS, bundle_changes=changes, public=shown)
+    data = world(2 if section["name"] == "fedmerit" else 1)
+    done = Federation(section, data, rounds=ROUNDS, bundle_changes=changes, public=shown)
     seen = watch(done)
     done.run()
     digest = hashlib.sha256()
