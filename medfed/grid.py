@@ -6,7 +6,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from medfed.federation.loop import Listener
 
 DONE, PARTIAL, NEW = "done", "to be resumed", "new"
+PATIENCE = 30.0
+"""Seconds that a cell waits for another process to let go of its run."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Bench:
                 that is not that of the group.
         """
         if standing(cell)[0] != NEW:
+            wait_until_free(cell.folder)
             resume(cell.folder, listeners=[listener])
             return
         prepared = self.prepare(cell)
@@ -105,6 +108,12 @@ class Bench:
             self._prepared, self._group = prepare(experiment), cell.group
             return self._prepared
         return with_method(self._prepared, experiment)
+
+
+def wait_until_free(folder: Path) -> None:
+    """Gives a process of an earlier grid that was killed a moment to write down how its run stands."""
+    with suppress(Timeout), FileLock(folder / ".lock").acquire(timeout=PATIENCE):
+        pass
 
 
 def with_method(prepared: Prepared, experiment: Experiment) -> Prepared:
@@ -223,6 +232,29 @@ def attempt(bench: Bench, cell: Cell, index: int, others: Sequence[Path], tell: 
         tell(Event("failed", index, reason=f"{type(error).__name__}: {error} (see {log})"))
     else:
         tell(Event("done", index))
+
+
+def copy_the_rest(grid: Grid) -> list[str]:
+    """Copies to MLflow what finished cells did not get to copy: the grid was killed, or there was no server.
+
+    Returns:
+        What a person should know; at the first copy that fails the others are left for the next time.
+    """
+    from medfed.tracking.cursor import Cursor
+    from medfed.tracking.sync import sync
+
+    said = []
+    for cell in grid.cells:
+        file = cell.folder / "tracking.json"
+        if not file.is_file() or standing(cell)[0] != DONE or Cursor.load(file).closed is not None:
+            continue
+        if not cell.experiment.tracking.enabled:
+            continue
+        try:
+            said.append(f"Copied to MLflow: {sync(cell.folder)}")
+        except MedfedError as error:
+            return [*said, f"Not copied to MLflow: {cell.folder.name}: {error}"]
+    return said
 
 
 def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:

@@ -5,9 +5,13 @@ A process that dies (memory, a signal) costs the cell that it was running; the n
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import multiprocessing
 import os
+import signal
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +28,8 @@ START = "spawn"
 """How processes are started: CUDA and the threads of OpenMP do not survive a fork."""
 PATIENCE = 10.0
 """Seconds that an interrupted process has to write down how its run stands."""
+GLANCE = 1.0
+"""Seconds between two looks at whether the grid's process is still there."""
 
 
 @dataclass
@@ -143,6 +149,28 @@ def seeing(device: str | None) -> Iterator[None]:
             os.environ[VISIBLE] = before
 
 
+def end_with_parent() -> None:
+    """Interrupts this process when the one that started it is gone, however it went.
+
+    A cell would otherwise go on unseen to the end of its round, and a grid that is started again would find it taken.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        while parent.is_alive() and os.getppid() == parent.pid:
+            time.sleep(GLANCE)
+        if hasattr(signal, "pthread_kill"):  # wakes the main thread where it waits for others
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        else:
+            _thread.interrupt_main()
+        time.sleep(PATIENCE)
+        os._exit(1)  # where interrupts are ignored; the last checkpoint stands
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def serve(pipe: Connection, device: str | None, cores: list[int], folder: Path, slot: int) -> None:
     """The process of a slot: runs cells until the pipe is closed."""
     if hasattr(os, "sched_setaffinity"):
@@ -151,6 +179,7 @@ def serve(pipe: Connection, device: str | None, cores: list[int], folder: Path, 
     os.dup2(log, 1)
     os.dup2(log, 2)
     bench = Bench(device)
+    end_with_parent()
 
     def tell(event: Event) -> None:
         try:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import csv
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 from experiments import changed
+from filelock import FileLock
 from rich.console import Console
 from typer.testing import CliRunner
 
 from medfed.cli import app, main
 from medfed.errors import ConfigError, DataError
-from medfed.grid import Bench, Event, check_same, run_grid, standing, with_method
+from medfed.grid import Bench, Event, check_same, copy_the_rest, run_grid, standing, wait_until_free, with_method
 from medfed.grid_file import digest, expand, load_grid
 from medfed.grid_screen import GridScreen, span, time_left
-from medfed.grid_workers import seeing, share
+from medfed.grid_workers import end_with_parent, seeing, share
 from medfed.report.grid import grid_tables, write_grid_report
+from medfed.report.grid_cells import load_cells
 
 NOISE = "condition.label_noise.rate"
 GRIDS = Path(__file__).parents[2] / "configs" / "grids"
@@ -226,6 +232,16 @@ def test_every_cell_runs_once_on_the_condition_of_its_seed(finished):
     assert len({m["uid"] for m in metas}) == 4
 
 
+def test_runs_name_their_cell_and_predictions_their_patients(finished):
+    cell = load_grid(finished[0]).cells[1]
+    meta = json.loads((cell.folder / "run.json").read_text())
+    assert meta["grid"] == {"name": "g", "condition": "", "method": "fedism"}
+    table = pd.read_parquet(cell.folder / "predictions" / "round-0001.parquet")
+    patients = table.groupby("set")["patient"].agg(list)
+    assert patients["clean"] == patients["corrupted"]
+    assert 1 < len(set(patients["clean"])) < len(patients["clean"])  # several slices of one head
+
+
 def test_a_cell_is_the_run_that_medfed_run_makes(finished, start, one):
     cell = load_grid(finished[0]).cells[1]  # its condition was prepared for the cell before it
     alone = start(rounds=1, evaluation={"last": 1}, method="fedism", seed=0)
@@ -277,6 +293,11 @@ def test_a_failure_is_isolated_and_listed_with_its_reason(copied, monkeypatch):
     assert "[3/4] fedavg · seed 0: FAILED: RuntimeError: out of luck" in shown
     assert "3 of 4 cells done, 1 failed\n  fedavg · seed 0: RuntimeError: out of luck" in shown
     assert "out of luck" in next((copied.folder / "errors").iterdir()).read_text()
+    failed = load_cells(copied.folder).cells[0]
+    assert (failed.standing, failed.reason.split(" (")[0]) == ("failed", "RuntimeError: out of luck")
+    monkeypatch.undo()
+    ran(copied)
+    assert load_cells(copied.folder).counts() == {"done": 4}  # a reason does not outlive its failure
 
 
 def test_the_command_exits_with_1_when_a_cell_fails_and_with_0_when_none_does(copied, tmp_path, monkeypatch):
@@ -327,8 +348,6 @@ def test_cells_run_in_processes_and_a_death_costs_one_cell(copied, monkeypatch):
     def tell(event: Event) -> None:
         events.append(event)
         if event.kind == "start" and event.cell == 0 and not killed:
-            import multiprocessing
-
             killed.extend(multiprocessing.active_children())
             os.kill(killed[0].pid, signal.SIGKILL)
 
@@ -343,6 +362,53 @@ def test_cells_run_in_processes_and_a_death_costs_one_cell(copied, monkeypatch):
     ]
     assert "was ended by signal 9" in events[1].reason
     assert json.loads((copied.cells[3].folder / "run.json").read_text())["hardware"]["device"] == "cpu"
+
+
+def test_a_process_of_a_grid_ends_with_the_one_that_started_it(tmp_path, monkeypatch):
+    """Killed outright, that one can tell nobody; its cells would be found taken when the grid is started again."""
+    monkeypatch.setattr("medfed.grid_workers.GLANCE", 0.1)
+    context = multiprocessing.get_context("fork")
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+
+    def worker():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        end_with_parent()
+        try:
+            begun.touch()
+            time.sleep(100)
+        except KeyboardInterrupt:
+            ended.touch()
+        os._exit(0)
+
+    def grid():
+        context.Process(target=worker).start()
+        time.sleep(100)
+
+    def seen(path):
+        until = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        return path.exists()
+
+    process = context.Process(target=grid)
+    process.start()
+    assert seen(begun)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert seen(ended)
+
+
+def test_a_cell_waits_for_a_process_that_is_about_to_let_go_of_it(tmp_path):
+    lock = FileLock(tmp_path / ".lock", thread_local=False)  # another thread lets go of it
+    lock.acquire()
+    timer = threading.Timer(0.3, lock.release)
+    timer.start()
+    began = time.monotonic()
+    wait_until_free(tmp_path)
+    assert time.monotonic() - began >= 0.2
+    timer.join()
+    with FileLock(tmp_path / ".lock").acquire(timeout=0):  # it did not keep the lock
+        pass
 
 
 @pytest.mark.slow
@@ -368,6 +434,49 @@ def test_slots_share_the_cores_and_see_one_gpu(monkeypatch):
     with seeing("cuda:1"):
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_cells_in_one_experiment_and_what_a_killed_grid_did_not_copy(tmp_path, one):
+    from mlflow import MlflowClient
+
+    content = {
+        "base": {**one, "tracking": {"enabled": True}},
+        "methods": ["fedavg", {"name": "fedavg", "label": "A_1"}],
+    }
+    content["methods"][1]["learning_rate"] = 0.002
+    grid = load_grid(
+        grid_file(tmp_path, one, conditions=[{"label": "mild", "condition.corruption.severity": 1}], **content)
+    )
+    ran(grid)
+    client = MlflowClient(f"sqlite:///{grid.folder / 'mlflow.db'}")
+    found = client.get_experiment_by_name("g")
+
+    def cells():
+        return client.search_runs([found.experiment_id], "tags.`medfed.grid.name` = 'g'")
+
+    assert {(r.data.tags["medfed.grid.method"], r.data.tags["medfed.grid.condition"]) for r in cells()} == {
+        ("fedavg", "mild"),
+        ("A_1", "mild"),
+    }
+    assert {r.data.tags["medfed.seed"] for r in cells()} == {"0"}
+    assert copy_the_rest(grid) == []
+    # As if the process had been killed after its last round, before it could say so.
+    killed = next(r for r in cells() if r.data.tags["medfed.grid.method"] == "A_1")
+    client.update_run(killed.info.run_id, status="RUNNING")
+    file = grid.cells[1].folder / "tracking.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "closed": None, "wanted": None}))
+    (said,) = copy_the_rest(grid)
+    assert said.startswith("Copied to MLflow: mild-A_1-s0")
+    assert {r.info.status for r in cells()} == {"FINISHED"}
+    assert copy_the_rest(grid) == []
+
+
+def test_the_experiment_of_mlflow_is_the_grids_unless_it_is_named(tmp_path, one):
+    assert {c.experiment.tracking.experiment for c in load_grid(grid_file(tmp_path, one)).cells} == {"g"}
+    named = load_grid(grid_file(tmp_path, one), ["tracking.experiment=mine"])
+    assert {c.experiment.tracking.experiment for c in named.cells} == {"mine"}
+    assert [c.folder for c in named.cells] == [c.folder for c in load_grid(grid_file(tmp_path, one)).cells]
 
 
 # --- what is shown

@@ -30,6 +30,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "fedned": {"warmup": 1, "local_epochs": 1, "uncertainty": 1.0, "images": 8, "passes": 2, "steps": 2},
     "fedsir": {"period": 1, "ramp_end": 2, **ONE_EPOCH},
     "oct_fedsir": {"period": 1, **ONE_EPOCH},
+    "fedmerit": {"period": 1},
     "pruning": ONE_EPOCH,
 }
 FORMS = [
@@ -94,7 +95,9 @@ def test_odd_clients_some_of_them_away(name, form):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_one_client_of_two_classes_in_as_few_rounds_as_the_method_admits(name):
-    least = {"fednoro": 2, "fedelc": 2, "fedcorr": 2, "fedned": 2, "fedsir": 2, "oct_fedsir": 2}.get(name, 1)
+    least = {"fednoro": 2, "fedelc": 2, "fedcorr": 2, "fedned": 2, "fedsir": 2, "oct_fedsir": 2, "fedmerit": 2}.get(
+        name, 1
+    )
     data = {"only": client_data([0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 1], 6)}
     done = run(name, "published", data, rounds=least, bundle_changes={"classes": ["healthy", "ill"]})
     sound(done, rounds=least)

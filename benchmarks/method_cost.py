@@ -1,0 +1,170 @@
+"""What a round of each method costs beside one of FedAvg, and what a client sends and gets in it.
+
+Made-up OCT scans as of ``medfed demo --kind oct``, smaller; half of the clients have wrong labels, some images are
+public.  Every method trains one local epoch a round, in one process and with one thread; each of its rounds is timed
+right after a round of FedAvg, in seconds of the processor, which a busy machine disturbs least.  Rounds in which a
+method does something once (identification, a first stage, a checkpoint) are told apart from its usual ones, of which
+the median of the ratios is given.  Bytes are those of the tensors of a client in a round, all its requests together;
+plain numbers beside them do not count.  Settings that are not named are the methods' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from common import machine, table
+
+from medfed.config import validate
+from medfed.data.demo import make_demo_cohort
+from medfed.demonstration import demo_experiment
+from medfed.engines.local import LocalEngine
+from medfed.experiment import Prepared, prepare
+from medfed.federation.report import RoundReport
+from medfed.federation.server import Server, Workbench
+from medfed.federation.state import ServerState
+from medfed.grid import with_method
+from medfed.methods.registry import METHODS, get_method
+from medfed.running import make_engine
+
+ROUNDS = 8
+ONCE: dict[str, dict[int, str]] = {
+    "fednoro": {1: "warm-up", 2: "identification"},
+    "fedelc": {1: "warm-up", 2: "identification"},
+    "fedned": {1: "warm-up"},
+    "fedcorr": {1: "first stage", 2: "first stage", 4: "correction"},
+    "rhfl": {1: "pre-training"},
+    "pruning": {1: "identification"},
+    "fedce": {1: "no score yet"},
+    "rofl": {1: "first centroids"},
+}
+"""Rounds, from 1, in which a method does what it does not do in every round."""
+PERIOD = 4
+AT_CHECKPOINTS = {1: "identification", PERIOD + 1: "checkpoint"}
+"""The same of methods that relabel every so many rounds."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fednoro": {"warmup": 1},
+    "fedelc": {"warmup": 1},
+    "fedned": {"warmup": 1},
+    "fedcorr": {"iterations": 2, "fine_tuning": 1},
+    "rhfl": {"pretraining": 1},
+}
+SALT = {"name": "fedavg", "salt": True}
+
+
+def sections(only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Methods by name, each with one local epoch."""
+    wanted = only.split(",") if only else [*METHODS, "fedavg + salt"]
+    for name in wanted:
+        given = SALT if name == "fedavg + salt" else {"name": name, **SETTINGS.get(name, {})}
+        yield name, {**given, **({"period": PERIOD} if relabels(name) else {}), "local_epochs": 1}
+
+
+def relabels(name: str) -> bool:
+    """Whether a method has checkpoints."""
+    return name in METHODS and "period" in get_method(name).settings.model_fields
+
+
+class Run:
+    """A method's program over an engine; one call is one round."""
+
+    def __init__(self, base: Prepared, section: Mapping[str, Any], folder: Path):
+        from medfed.rundir import RunFolder
+
+        experiment = base.experiment.model_copy(update={"method": dict(section)})
+        prepared = with_method(base, experiment)
+        run = RunFolder(folder)
+        engine, trainer = make_engine(prepared, run, "cpu", 1, 1)
+        assert isinstance(engine, LocalEngine)
+        public = None if (images := prepared.public()) is None else Workbench(images, trainer)
+        self.server = Server(engine, ServerState(prepared.initial_model()), prepared.task, rounds=ROUNDS, public=public)
+        self.program = prepared.method.program(self.server, prepared.settings)
+
+    def round(self) -> tuple[RoundReport, float]:
+        """The record of a round and the seconds that it took."""
+        started = time.process_time()
+        report = next(self.program)
+        took = time.process_time() - started
+        if report.refused:
+            raise RuntimeError(f"refused: {report.refused[0]}")
+        self.server.state.round = report.round
+        return report, took
+
+
+def cohort(folder: Path, patients: int, clients: int, side: int) -> Prepared:
+    """The images and who holds what."""
+    data = demo_experiment("oct", folder, ROUNDS)
+    make_demo_cohort(Path(data["cohort"]["root"]), "oct", patients=patients, seed=0)
+    data["condition"] = {
+        "partition": {"kind": "dirichlet", "clients": clients, "alpha": 5.0},
+        "label_noise": {"kind": "symmetric", "rate": 0.4, "clean": clients // 2},
+        "public": {"fraction": 0.1},
+    }
+    data["overrides"]["image_size"] = [side, side]
+    return prepare(validate(data, "method_cost"))
+
+
+def measured(base: Prepared, name: str, section: Mapping[str, Any], folder: Path) -> list[Any]:
+    """A row of the table."""
+    ours = Run(base, section, folder / name)
+    usual = Run(base, {"name": "fedavg"}, folder / f"{name}-fedavg")
+    ratios: dict[int, float] = {}
+    up: dict[int, float] = {}
+    down: dict[int, float] = {}
+    for number in range(1, ROUNDS + 1):
+        _, reference = usual.round()
+        report, took = ours.round()
+        clients = len(report.asked)
+        ratios[number] = took / reference
+        up[number], down[number] = report.traffic.up / clients, report.traffic.down / clients
+    once = AT_CHECKPOINTS if relabels(name) else ONCE.get(name, {})
+    rest = [n for n in ratios if n not in once]
+    stages = dict.fromkeys(once.values())
+    others = {what: [n for n in once if once[n] == what] for what in stages}
+
+    def over(part: Mapping[int, float], rounds: list[int]) -> float:
+        return statistics.median(part[n] for n in rounds)
+
+    row = [
+        name,
+        f"{over(ratios, rest):.2f}",
+        "; ".join(f"{what} {over(ratios, rounds):.1f}" for what, rounds in others.items()),
+        f"{over(up, rest) / 1e3:.2f}",
+        f"{over(down, rest) / 1e3:.2f}",
+        "; ".join(f"{what} {over(up, rounds) / 1e3:.2f}" for what, rounds in others.items()),
+    ]
+    print(*row, sep=" | ", file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--patients", type=int, default=30)
+    parser.add_argument("--clients", type=int, default=4)
+    parser.add_argument("--side", type=int, default=32)
+    parser.add_argument("--methods", default="", help="names, separated by commas; all by default")
+    given = parser.parse_args()
+    logging.disable(logging.INFO)
+    with tempfile.TemporaryDirectory() as folder:
+        base = cohort(Path(folder), given.patients, given.clients, given.side)
+        model = base.initial_model()
+        size = sum(t.numel() * t.element_size() for t in model.values())
+        held = len(base.condition.truth.clients)
+        print(machine())
+        print(f"{given.clients} clients, {held} images of {given.side}x{given.side}, {size / 1e3:.2f} kB a model")
+        print(f"{len(base.public_rows)} public images\n")
+        Run(base, {"name": "fedavg"}, Path(folder) / "warm").round()  # the first round of a process is slow
+        rows = [measured(base, name, section, Path(folder)) for name, section in sections(given.methods)]
+    columns = ["method", "a usual round", "other rounds", "up, kB", "down, kB", "up in other rounds, kB"]
+    table(columns, rows)
+
+
+if __name__ == "__main__":
+    main()
