@@ -2,10 +2,10 @@
 
 Made-up OCT scans as of ``medfed demo --kind oct``, smaller; half of the clients have wrong labels, some images are
 public.  Every method trains one local epoch a round, in one process and with one thread; each of its rounds is timed
-right after a round of FedAvg, in seconds of the processor, which a busy machine disturbs least.  Rounds in which a
-method does something once (identification, a first stage, a checkpoint) are told apart from its usual ones, of which
-the median of the ratios is given.  Bytes are those of the tensors of a client in a round, all its requests together;
-plain numbers beside them do not count.  Settings that are not named are the methods' own.
+right after a round of FedAvg, in seconds of the processor (of the clock on a GPU), which a busy machine disturbs least.
+Rounds in which a method does something once (identification, a first stage, a checkpoint) are told apart from its usual
+ones, of which the median of the ratios is given.  Bytes are those of the tensors of a client in a round, all its
+requests together; plain numbers beside them do not count.  Settings that are not named are the methods' own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import machine, table
+from common import arguments, machine, synchronise, table, wait_until_quiet
 
 from medfed.config import validate
 from medfed.data.demo import make_demo_cohort
@@ -34,7 +34,8 @@ from medfed.grid import with_method
 from medfed.methods.registry import METHODS, get_method
 from medfed.running import make_engine
 
-ROUNDS = 8
+LEAST = 6
+"""Rounds that a run must have, so that some are usual ones."""
 ONCE: dict[str, dict[int, str]] = {
     "fednoro": {1: "warm-up", 2: "identification"},
     "fedelc": {1: "warm-up", 2: "identification"},
@@ -75,50 +76,58 @@ def relabels(name: str) -> bool:
 class Run:
     """A method's program over an engine; one call is one round."""
 
-    def __init__(self, base: Prepared, section: Mapping[str, Any], folder: Path):
+    def __init__(self, base: Prepared, section: Mapping[str, Any], folder: Path, given: argparse.Namespace):
         from medfed.rundir import RunFolder
 
         experiment = base.experiment.model_copy(update={"method": dict(section)})
         prepared = with_method(base, experiment)
         run = RunFolder(folder)
-        engine, trainer = make_engine(prepared, run, "cpu", 1, 1)
+        engine, trainer = make_engine(prepared, run, given.device, 1, 1)
         assert isinstance(engine, LocalEngine)
         public = None if (images := prepared.public()) is None else Workbench(images, trainer)
-        self.server = Server(engine, ServerState(prepared.initial_model()), prepared.task, rounds=ROUNDS, public=public)
+        self.server = Server(
+            engine, ServerState(prepared.initial_model()), prepared.task, rounds=given.rounds, public=public
+        )
+        self.clock = time.process_time if given.device == "cpu" else time.perf_counter
+        self.quiet = given.quiet
         self.program = prepared.method.program(self.server, prepared.settings)
 
     def round(self) -> tuple[RoundReport, float]:
         """The record of a round and the seconds that it took."""
-        started = time.process_time()
+        wait_until_quiet(self.quiet)
+        started = self.clock()
         report = next(self.program)
-        took = time.process_time() - started
+        synchronise()
+        took = self.clock() - started
         if report.refused:
             raise RuntimeError(f"refused: {report.refused[0]}")
         self.server.state.round = report.round
         return report, took
 
 
-def cohort(folder: Path, patients: int, clients: int, side: int) -> Prepared:
+def cohort(folder: Path, given: argparse.Namespace) -> Prepared:
     """The images and who holds what."""
-    data = demo_experiment("oct", folder, ROUNDS)
-    make_demo_cohort(Path(data["cohort"]["root"]), "oct", patients=patients, seed=0)
+    data = demo_experiment("oct", folder, given.rounds)
+    make_demo_cohort(Path(data["cohort"]["root"]), "oct", patients=given.patients, seed=0)
     data["condition"] = {
-        "partition": {"kind": "dirichlet", "clients": clients, "alpha": 5.0},
-        "label_noise": {"kind": "symmetric", "rate": 0.4, "clean": clients // 2},
+        "partition": {"kind": "dirichlet", "clients": given.clients, "alpha": 5.0},
+        "label_noise": {"kind": "symmetric", "rate": 0.4, "clean": given.clients // 2},
         "public": {"fraction": 0.1},
     }
-    data["overrides"]["image_size"] = [side, side]
+    data["overrides"]["image_size"] = [given.side, given.side]
     return prepare(validate(data, "method_cost"))
 
 
-def measured(base: Prepared, name: str, section: Mapping[str, Any], folder: Path) -> list[Any]:
+def measured(
+    base: Prepared, name: str, section: Mapping[str, Any], folder: Path, given: argparse.Namespace
+) -> list[Any]:
     """A row of the table."""
-    ours = Run(base, section, folder / name)
-    usual = Run(base, {"name": "fedavg"}, folder / f"{name}-fedavg")
+    ours = Run(base, section, folder / name, given)
+    usual = Run(base, {"name": "fedavg"}, folder / f"{name}-fedavg", given)
     ratios: dict[int, float] = {}
     up: dict[int, float] = {}
     down: dict[int, float] = {}
-    for number in range(1, ROUNDS + 1):
+    for number in range(1, given.rounds + 1):
         _, reference = usual.round()
         report, took = ours.round()
         clients = len(report.asked)
@@ -145,23 +154,20 @@ def measured(base: Prepared, name: str, section: Mapping[str, Any], folder: Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--patients", type=int, default=30)
-    parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--side", type=int, default=32)
-    parser.add_argument("--methods", default="", help="names, separated by commas; all by default")
-    given = parser.parse_args()
+    given = arguments(__doc__, rounds=8, patients=20, clients=4, side=32, methods="")
+    if given.rounds < LEAST:
+        raise SystemExit(f"--rounds must be at least {LEAST}")
     logging.disable(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        base = cohort(Path(folder), given.patients, given.clients, given.side)
+        base = cohort(Path(folder), given)
         model = base.initial_model()
         size = sum(t.numel() * t.element_size() for t in model.values())
         held = len(base.condition.truth.clients)
         print(machine())
         print(f"{given.clients} clients, {held} images of {given.side}x{given.side}, {size / 1e3:.2f} kB a model")
         print(f"{len(base.public_rows)} public images\n")
-        Run(base, {"name": "fedavg"}, Path(folder) / "warm").round()  # the first round of a process is slow
-        rows = [measured(base, name, section, Path(folder)) for name, section in sections(given.methods)]
+        Run(base, {"name": "fedavg"}, Path(folder) / "warm", given).round()  # the first round of a process is slow
+        rows = [measured(base, name, section, Path(folder), given) for name, section in sections(given.methods)]
     columns = ["method", "a usual round", "other rounds", "up, kB", "down, kB", "up in other rounds, kB"]
     table(columns, rows)
 
