@@ -99,7 +99,7 @@ def grid(
     """
     from rich.console import Console
 
-    from medfed.grid import run_grid
+    from medfed.grid import copy_the_rest, run_grid
     from medfed.grid_file import load_grid
     from medfed.grid_screen import GridScreen, plan
     from medfed.report.grid import grid_tables, write_grid_report
@@ -112,6 +112,8 @@ def grid(
     screen = GridScreen(loaded, parallel or len(loaded.file.devices) or 1, console)
     with screen:
         run_grid(loaded, screen.tell, parallel=parallel)
+    for line in copy_the_rest(loaded):
+        screen.say(line)
     if "done" in screen.state:
         grid_tables(loaded.folder).render(console)
         for path in write_grid_report(loaded.folder) if report else ():

@@ -16,10 +16,13 @@ from medfed.cli import app
 from medfed.errors import MedfedError
 from medfed.report.grid import grid_tables, write_grid_report
 from medfed.report.grid_cells import load_cells
+from medfed.report.paper.charts import matrices
+from medfed.report.paper.figures import ratio_of_corrupted
 from medfed.report.paper.layouts import layouts, to_csv
 from medfed.report.paper.sheets import Sheet, sheet, to_latex
 from medfed.report.paper.significance import difference_sheet, families, rank_sheet, rows
 from medfed.report.paper.whole import papers
+from medfed.report.plots import line_style, marked_style, svg
 
 SALT = {"salt": {"rho": 0.05, "alpha": 0.1}}
 FAIR = {
@@ -155,9 +158,7 @@ def test_missing_cells_are_shown_counted_and_named_and_not_ranked(fedism):
     assert first.notes == ("1 of 9 cells have not finished: corrupted 4 · FedISM · seed 2",)
     assert grid_of(second)["FedGA"] == ["–"] * 6
     assert [line.cells[0].rank for line in second.lines] == [2, None, 1]
-    assert papers(cells, 0, "sample").charts[0].notes == (
-        "4 of 18 cells have not finished; points are of those that have",
-    )
+    assert ratio_of_corrupted(cells)[0].notes == ("4 of 18 cells have not finished; points are of those that have",)
 
 
 def test_a_run_that_is_not_at_its_end_does_not_count(fedism, tmp_path):
@@ -311,6 +312,45 @@ def test_a_grid_of_before_its_facts_were_written_down_is_read_from_its_runs(fedi
     assert to_csv(layouts(load_cells(tmp_path / "g")).tables) == wanted
 
 
+def test_a_method_of_the_same_kind_that_lacks_a_part_by_itself_is_no_ablation(tmp_path):
+    methods = {m: NOISY[m] for m in ("fedavg", "oct_fedsir", "no relabelling")} | {"both": method("fedmerit")}
+    assert methods["both"]["method.daagg"] is False
+    numbers = lambda c, m, s, t: {"clean": {"accuracy": TOP.get(m, 0.5), "f1_macro": 0.5}}  # noqa: E731
+    cells = load_cells(make_grid(tmp_path / "g", methods, {"": labels()}, numbers, seeds=[0]))
+    assert list(grid_of(shown(cells, "oct-fedsir-1"))) == ["fedavg", "oct_fedsir", "both"]
+    assert list(grid_of(shown(cells, "oct-fedsir-4"))) == ["oct_fedsir (full)", "w/o relabelling (no relabelling)"]
+
+
+def test_wrong_labels_and_corrupted_images_at_once(tmp_path):
+    """A two by two: both papers' tables; images corrupted under true labels are a claim and no reference."""
+
+    def condition(apply: bool, corrupted: bool) -> dict:
+        facts = labels(apply=apply)
+        if corrupted:
+            del facts["condition.corruption"]
+            facts |= {"condition.partition.corrupted": 6, "condition.corruption.kind": "gaussian_noise"}
+        return facts
+
+    pairs = {"neither": (False, False), "images": (False, True), "labels": (True, False), "both": (True, True)}
+    conditions = {label: condition(*pair) for label, pair in pairs.items()}
+    methods = {"fedavg": NOISY["fedavg"], "fedism": FAIR["FedISM"], "fedmerit": method("fedmerit")}
+
+    def numbers(condition, label, seed, round_):
+        found = {"balanced_accuracy": 0.5 + list(methods).index(label) / 10, "auc_ovo": 0.8, "accuracy": 0.6}
+        return {"clean": found, **({"corrupted": found} if condition in ("images", "both") else {})}
+
+    cells = load_cells(make_grid(tmp_path / "g", methods, conditions, numbers))
+    found = {t.id: sheet(t, cells) for t in layouts(cells).tables}
+    assert [line.label for line in found["fedism-1-2"].lines] == ["fedavg", "fedism", "fedmerit"]
+    assert "(both)" in found["fedism-1-2"].caption
+    assert [line.label for line in found["oct-fedsir-1"].lines] == [*methods, "fedavg (all labels true)"]
+    assert found["oct-fedsir-s1"].notes == (
+        "an entry is a mean over up to 2 conditions, which differ in something else",
+    )
+    one = next(f for f in families(cells) if f.key == "clean/accuracy")
+    assert {c for c, _ in one.tests[0].differences} == {"images", "labels", "both"}
+
+
 # --- tests of differences
 
 
@@ -406,6 +446,21 @@ def test_names_are_text_on_the_page(tmp_path):
     assert "<b>:" not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r"""(src|href)=["'](?!#)""", page)
+
+
+def test_figures_hold_shapes_and_no_pictures(tmp_path):
+    """The page's policy lets no picture be loaded, not even one within the page."""
+    values = [[1.0, 0.2], [float("nan"), 1.0]]
+    drawn = svg(matrices([("one", values, ["a", "b"])]), "t", "d")
+    assert "<image" not in drawn
+    assert "0.20" in drawn
+    assert "nan" not in drawn
+    assert matrices([]) is None
+
+
+def test_styles_of_32_methods_differ():
+    assert len({str(line_style(k)) for k in range(32)}) == 32
+    assert len({str({**marked_style(k), "color": 0, "ls": 0}) for k in range(16)}) == 16
 
 
 @pytest.fixture

@@ -136,22 +136,24 @@ def matrices(found: Sequence[tuple[str, Any, Sequence[str]]]) -> Figure | None:
         return None
     columns = min(len(found), 4)
     rows = math.ceil(len(found) / columns)
-    figure = Figure(figsize=(2.75 * columns + 0.6, 0.2 + 2.9 * rows), layout="constrained")
+    figure = Figure(figsize=(2.75 * columns, 0.2 + 2.9 * rows), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
-    image: Any = None
     for axes, (title, values, classes) in zip(grid.ravel(), found):
-        image = axes.imshow(values, cmap="cividis", vmin=0.0, vmax=1.0)
+        # Cells as shapes: a page holds no pictures that are loaded from an address, not even from one within it.
+        axes.pcolormesh(values, cmap="cividis", vmin=0.0, vmax=1.0, edgecolors="face", lw=0.2)
+        axes.set_aspect("equal")
+        axes.invert_yaxis()
         axes.grid(visible=False)
         small = len(classes) <= 8
-        axes.set_xticks(range(len(classes)), classes if small else [], rotation=45, ha="right", fontsize=8)
-        axes.set_yticks(range(len(classes)), classes if small else [], fontsize=8)
+        centres = [k + 0.5 for k in range(len(classes))]
+        axes.set_xticks(centres if small else [], classes if small else [], rotation=45, ha="right", fontsize=8)
+        axes.set_yticks(centres if small else [], classes if small else [], fontsize=8)
         axes.set_title(title, loc="left", fontsize=9)
         for i in range(len(classes) if small else 0):
             for j in range(len(classes)):
                 if math.isfinite(value := float(values[i][j])):
                     ink = "#000000" if value > 0.6 else "#ffffff"
-                    axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
+                    axes.text(j + 0.5, i + 0.5, f"{value:.2f}", ha="center", va="center", color=ink, fontsize=7)
     for axes in grid.ravel()[len(found) :]:
         axes.set_axis_off()
-    figure.colorbar(image, ax=grid, label="cosine", shrink=0.8)
     return figure

@@ -163,7 +163,6 @@ class PaperTable:
         rows: its rows.
         entries: by row and column.
         notes: what a reader must know.
-        differs: its columns differ in metric or method, so that ranks mean something within a column alone.
     """
 
     id: str

@@ -19,7 +19,7 @@ ABLATIONS = {
     "method.distillation": "KD",
     "method.relabel": "relabelling",
 }
-"""Parts of OCT-FedSIR that can be switched off, and what its Table 4 calls them."""
+"""Parts of OCT-FedSIR, and of methods like it, that can be switched off, and what its Table 4 calls them."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Setting:
         alpha: concentration of the partition; None where it does not apply.
         corrupted: clients with corrupted images.
         clients: all clients; 0 where that is not recorded.
+        reference: its label noise is not applied and no image is corrupted: what methods could reach at best.
         rest: everything else that tells conditions apart.
     """
 
@@ -44,6 +45,7 @@ class Setting:
     alpha: float | None
     corrupted: int
     clients: int
+    reference: bool
     rest: str
 
     @property
@@ -75,6 +77,7 @@ def _setting(label: str, facts: Mapping[str, Any], cohort: str) -> Setting:
         None if alpha is None else float(alpha),
         corrupted,
         int(facts.get(f"{PARTITION}.clients") or 0),
+        facts.get(f"{NOISE}.kind") is not None and not noisy and not corrupted,
         json.dumps(rest, sort_keys=True, default=str),
     )
 
@@ -122,11 +125,15 @@ def without(settings: Mapping[str, Any], *keys: str) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def switched_off(settings: Mapping[str, Any]) -> list[str]:
-    """The parts of OCT-FedSIR that are switched off; empty for methods that are not of its kind."""
-    if not {"method.daagg", "method.relabel"} <= set(settings):
-        return []
-    return [name for key, name in ABLATIONS.items() if settings.get(key) is False]
+def switched_off(cells: GridCells, label: str) -> list[str]:
+    """The parts of OCT-FedSIR that a method lacks and the same method has under another label of the grid."""
+    own = cells.methods[label]
+    kin = [cells.methods[m] for m in cells.methods if name_of(cells, m) == name_of(cells, label)]
+    return [
+        name
+        for key, name in ABLATIONS.items()
+        if own.get(key) is False and any(other.get(key) is True for other in kin)
+    ]
 
 
 def percent(value: float) -> str:

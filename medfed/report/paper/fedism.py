@@ -15,6 +15,7 @@ from medfed.report.paper.facts import Setting, matches_sharpness, name_of, perce
 
 PAPER = "FedISM"
 SETS = ("clean", "corrupted", "average")
+NO_CORRUPTION = "no condition has clients with corrupted images"
 
 
 def corrupted_settings(cells: GridCells) -> list[Setting]:
@@ -64,7 +65,7 @@ def comparison(cells: GridCells) -> list[PaperTable] | str:
     """Table 1: rivals on clean and corrupted images; a table for each condition."""
     labels = rivals(cells)
     if not corrupted_settings(cells):
-        return "no condition has clients with corrupted images"
+        return NO_CORRUPTION
     if len(labels) < 2:
         return "fewer than two methods are complete ones (without SALT, or of FedISM's kind with SALT and SAGA)"
     rows = [Row(m, m) for m in labels]
@@ -85,7 +86,7 @@ def comparison(cells: GridCells) -> list[PaperTable] | str:
 def ablation(cells: GridCells) -> list[PaperTable] | str:
     """Table 2: SALT and SAGA alone and together."""
     if not corrupted_settings(cells):
-        return "no condition has clients with corrupted images"
+        return NO_CORRUPTION
     parts = {label: part for label, own in cells.methods.items() if (part := _part(cells, label, own))}
     kept = {"neither", "SALT alone", "SAGA alone", "SALT and SAGA"} & set(parts.values())
     if "SALT and SAGA" not in kept or not kept & {"SALT alone", "SAGA alone"}:
@@ -111,7 +112,7 @@ def ablation(cells: GridCells) -> list[PaperTable] | str:
 
 
 def _part(cells: GridCells, label: str, own: Mapping[str, Any]) -> str:
-    if matches_sharpness(own):
+    if name_of(cells, label) == "fedism":
         return {(True, True): "SALT and SAGA", (True, False): "SALT alone", (False, True): "SAGA alone"}.get(
             (salted(own), bool(own.get("method.saga"))), ""
         )
@@ -123,7 +124,7 @@ def _part(cells: GridCells, label: str, own: Mapping[str, Any]) -> str:
 def with_salt(cells: GridCells) -> list[PaperTable] | str:
     """Table 3: fairness methods with and without SALT."""
     if not corrupted_settings(cells):
-        return "no condition has clients with corrupted images"
+        return NO_CORRUPTION
     pairs: dict[str, dict[bool, str]] = {}
     for label, own in cells.methods.items():
         if not matches_sharpness(own):

@@ -44,6 +44,8 @@ class Chart:
 def ratio_of_corrupted(cells: GridCells) -> list[Chart] | str:
     """FedISM's Figure 4: methods against the share of clients whose images are corrupted."""
     found = fedism.corrupted_settings(cells)
+    if not found:
+        return fedism.NO_CORRUPTION
     charts = []
     for number, (cohort, alpha) in enumerate(dict.fromkeys((s.cohort, s.alpha) for s in found), start=1):
         own = [s for s in found if (s.cohort, s.alpha) == (cohort, alpha)]

@@ -38,7 +38,16 @@ def as_true(cells: GridCells, conditions: Iterable[str]) -> tuple[str, ...]:
 
 def whole_methods(cells: GridCells) -> list[str]:
     """Labels of the methods that are not OCT-FedSIR with a part switched off."""
-    return [label for label, own in cells.methods.items() if not switched_off(own)]
+    return [label for label in cells.methods if not _ablated(cells, label)]
+
+
+def _ablated(cells: GridCells, label: str) -> bool:
+    return _repairs(cells, label) and bool(switched_off(cells, label))
+
+
+def _repairs(cells: GridCells, label: str) -> bool:
+    """Whether it is a method of OCT-FedSIR's kind, which corrects labels and weighs models."""
+    return {"method.daagg", "method.relabel"} <= set(cells.methods[label])
 
 
 def metrics_recorded(cells: GridCells) -> set[str]:
@@ -130,9 +139,8 @@ def ablation(cells: GridCells) -> list[PaperTable] | str:
     found = noisy_settings(cells)
     if not found:
         return PLAIN
-    own = {m: s for m, s in cells.methods.items() if {"method.daagg", "method.relabel"} <= set(s)}
-    parts = {m: switched_off(s) for m, s in own.items()}
-    full = next((m for m in own if not parts[m] and any(parts[o] and _kin(cells, m, o) for o in own)), None)
+    parts = {m: switched_off(cells, m) for m in cells.methods if _repairs(cells, m)}
+    full = next((m for m in parts if not parts[m] and any(parts[o] and _kin(cells, m, o) for o in parts)), None)
     if full is None:
         return "it takes OCT-FedSIR whole and with daagg, logit_adjustment, distillation or relabel switched off"
     conditions = tuple(s.label for s in found)
@@ -173,7 +181,15 @@ def by_rate(cells: GridCells) -> list[PaperTable] | str:
                 rows += method_rows(cells, columns, group, only)
             title = f"{metric(name).axis} on {cohort} under {LETTERS.get(kind, kind)}"
             id = f"oct-fedsir-s{number}{mark}"
-            tables.append(build(cells, id, f"{PAPER}, {as_}Tables S1 to S6", title, rows, columns))
+            most = max(
+                sum(s.alpha == alpha and s.rate == rate for s in own)
+                for alpha in alphas
+                for rate in {s.rate for s in own}
+            )
+            notes = (
+                [f"an entry is a mean over up to {most} conditions, which differ in something else"] if most > 1 else []
+            )
+            tables.append(build(cells, id, f"{PAPER}, {as_}Tables S1 to S6", title, rows, columns, notes=notes))
     return [t for t in tables if t] or "accuracy is not recorded"
 
 

@@ -26,7 +26,7 @@ def representatives(cells: GridCells) -> list[tuple[Setting, str, Run]]:
     and of the first seed.
     """
     found = []
-    rank = {m: (name_of(cells, m) != "oct_fedsir", bool(switched_off(own))) for m, own in cells.methods.items()}
+    rank = {m: (name_of(cells, m) != "oct_fedsir", bool(switched_off(cells, m))) for m in cells.methods}
     methods = sorted(cells.methods, key=lambda m: rank[m])
     noisy = oct_fedsir.noisy_settings(cells)
     for cohort, kind in dict.fromkeys((s.cohort, s.kind) for s in noisy):
@@ -72,7 +72,7 @@ def spectral(cells: GridCells) -> list[Chart] | str:
     if drawn is not None:
         caption = (
             "Cosines between the leading directions of the classes at the client judged clean, and at the one judged "
-            "noisy, with the most certain verdict; dark is dissimilar. Read from the clients' own memories."
+            "noisy, with the most certain verdict; dark is 0, light is 1. Read from the clients' own memories."
         )
         charts.insert(0, Chart("oct-fedsir-figure-2a", f"{PAPER}a to c", caption, drawn))
     return charts or "no finished run has descriptors to draw"
