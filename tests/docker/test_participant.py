@@ -135,6 +135,31 @@ def test_kit_that_is_open(kits, capsys, change):
     assert "does not confine jobs to medfed's class" in failure(capsys, "site", kits / "north")
 
 
+def admits_code(rules):
+    rules["permissions"]["lead"]["byoc"] = "any"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        admits_code,
+        lambda rules: rules["permissions"]["lead"].update({"server-predeployed-flwr": "o:site"}),
+        lambda rules: rules["permissions"].update(project_admin="any"),
+        lambda rules: rules["permissions"].clear(),
+        lambda rules: rules.clear(),
+    ],
+)
+def test_kit_that_admits_code(kits, capsys, change):
+    """NVFlare does not look at its list of classes where a job brings code."""
+    path = kits / "north" / "local" / "authorization.json"
+    rules = json.loads(path.read_text())
+    change(rules)
+    path.write_text(json.dumps(rules))
+    assert "authorization.json: lets a job bring code of its own." in failure(capsys, "site", kits / "north")
+    path.unlink()  # NVFlare would take authorization.json.default
+    assert "lets a job bring code of its own." in failure(capsys, "site", kits / "north")
+
+
 def test_kit_that_the_user_may_not_write(kits, capsys, monkeypatch):
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))

@@ -28,6 +28,8 @@ ADMITTED = {  # as in jobs.py, which is heavy to import
     "server": "medfed.engines.nvflare.controller.MedfedController",
     "site": "medfed.engines.nvflare.executor.MedfedExecutor",
 }
+# Rights of NVFlare to bring code with a job, or to have a Flower application run that lies at the server.
+CODE = ("byoc", "server-predeployed-flwr")
 SITE_FILE = "site.yaml"
 ARENAS = "4"  # of glibc's malloc
 
@@ -75,6 +77,7 @@ def read_kit(role: str, folder: Path) -> Kit:
         raise ConfigError("names no server or no certificate.", where=where, fix="Ask for the kit again.") from None
     name, org = read_certificate(*paths)
     check_closed(role, folder / "local" / "resources.json")
+    check_no_code(folder / "local" / "authorization.json")
     if not os.access(folder, os.W_OK):
         raise ConfigError(
             f"user {os.getuid()} may not write here.", where=str(folder), fix="Give the folder to that user."
@@ -187,6 +190,24 @@ def check_closed(role: str, path: Path) -> None:
     data = data if isinstance(data, dict) else {}
     if (data.get("class_list_enforcement_mode"), data.get("class_allow_list")) != ("enforce", [ADMITTED[role]]):
         raise ConfigError("does not confine jobs to medfed's class.", where=str(path), fix=fix)
+
+
+def check_no_code(path: Path) -> None:
+    """Checks that no role may bring code with a job, which would pass by NVFlare's list of classes.
+
+    Raises:
+        ConfigError: one may.
+    """
+    data = read_json(path) if path.is_file() else {}
+    roles = data.get("permissions") if isinstance(data, dict) else None
+    held = list(roles.values()) if isinstance(roles, dict) else []
+    if not held or not all(isinstance(rights, dict) and not _brings_code(rights) for rights in held):
+        fix = "Make kits with `medfed nvflare provision`; docs/deployment.md says what to write by hand."
+        raise ConfigError("lets a job bring code of its own.", where=str(path), fix=fix)
+
+
+def _brings_code(rights: dict[str, Any]) -> bool:
+    return any(rights.get(right, "none") != "none" for right in CODE)
 
 
 def check_site(path: Path) -> None:

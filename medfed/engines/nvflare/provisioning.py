@@ -1,7 +1,7 @@
 """Startup kits by NVFlare's own ``nvflare provision``, and what medfed closes in them.
 
-NVFlare's kits let a job build many classes of NVFlare, and stream a site's error log to the server. Neither is needed
-here: a kit admits medfed's class and no other, and keeps its logs.
+NVFlare's kits let a job build many classes of NVFlare, let an administrator send any code with a job, and stream a
+site's error log to the server. None of it is needed here: a kit admits medfed's class and no other, and keeps its logs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from nvflare.apis.fl_constant import AdminCommandNames
 
 from medfed.engines.nvflare.jobs import ALLOWED
+from medfed.engines.nvflare.participant import CODE
 from medfed.engines.nvflare.plan import site_names
 from medfed.errors import ConfigError
 
@@ -97,7 +99,10 @@ def provision(content: dict[str, Any], out: Path, storage: Path | None = None) -
 
 
 def close_kit(kit: Path, allowed: str, storage: Path | None = None) -> Path:
-    """Writes ``local/resources.json``: only one class may be built, and no log is streamed.
+    """Closes a kit: only one class may be built, no job may bring code, and no log is streamed.
+
+    Writes ``local/resources.json`` and ``local/authorization.json``.  Both are needed: NVFlare does not look at the
+    list of classes where a job brings code.
 
     Args:
         kit: a startup kit.
@@ -116,4 +121,15 @@ def close_kit(kit: Path, allowed: str, storage: Path | None = None) -> Path:
         manager["args"]["uri_root"] = str(storage / "jobs")
     path = local / "resources.json"
     path.write_text(json.dumps(resources, indent=2), encoding="utf-8")
+    rules = json.loads((local / "authorization.json.default").read_text(encoding="utf-8"))
+    (local / "authorization.json").write_text(json.dumps(_without_code(rules), indent=2), encoding="utf-8")
     return path
+
+
+def _without_code(rules: dict[str, Any]) -> dict[str, Any]:
+    """NVFlare's rules of who may do what, without the rights to bring code; a role that may do all is written out."""
+    roles = rules["permissions"]
+    commands = {name for key, name in vars(AdminCommandNames).items() if not key.startswith("_")}
+    every = sorted(commands.union(*(held for held in roles.values() if isinstance(held, dict))))
+    written = {name: held if isinstance(held, dict) else dict.fromkeys(every, held) for name, held in roles.items()}
+    return {**rules, "permissions": {name: {**held, **dict.fromkeys(CODE, "none")} for name, held in written.items()}}

@@ -9,15 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from nvflare.apis.fl_constant import AdminCommandNames
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
+from nvflare.fuel.sec.authz import AuthzContext, Person
 from nvflare.fuel.utils.class_loader import load_class
 from nvflare.fuel.utils.zip_utils import zip_directory_to_bytes
 from nvflare.private.fed.server.job_meta_validator import JobMetaValidator
+from nvflare.security.security import COMMAND_CATEGORIES, FLAuthorizer
 
 import medfed
 from medfed.config import validate
 from medfed.engines.nvflare.export import rooted
 from medfed.engines.nvflare.jobs import ALLOWED, write_job
+from medfed.engines.nvflare.participant import CODE
 from medfed.engines.nvflare.plan import PLAN, ServerPlan, SitePlan, read_plan, site_names, site_plan
 from medfed.engines.nvflare.provisioning import project, provision
 from medfed.errors import ConfigError
@@ -132,6 +136,32 @@ def test_kits_admit_one_class_and_stream_no_log(tmp_path):
         assert "site_log_streamer" not in [c["id"] for c in resources["components"]]
         assert (kits[name] / "startup" / "rootCA.pem").is_file()
     assert "/tmp/nvflare" not in (kits["localhost"] / "local" / "resources.json").read_text()
+
+
+def test_nobody_may_bring_code_and_everything_else_stays_as_nvflare_has_it(tmp_path):
+    """As NVFlare itself reads the kits' rules, for every role and right that it knows."""
+    content = project("trial", "localhost", ["c0"], "a@b.org", org="x", port=8002, admin_port=8003)
+    kits = provision(content, tmp_path / "fed")
+    for name in ("localhost", "c0"):
+        local = kits[name] / "local"
+        before, after = (
+            FLAuthorizer("x", json.loads((local / f"authorization.json{end}").read_text())) for end in (".default", "")
+        )
+        roles = before.get_policy().get_roles()
+        assert {"project_admin", "org_admin", "lead", "member"} <= set(roles)
+        rights = {*COMMAND_CATEGORIES.values(), *before.get_policy().get_rights()}
+        rights |= {value for name, value in vars(AdminCommandNames).items() if name.isupper()}
+        opened = set()
+        for role in roles:
+            for right in rights:
+                context = AuthzContext(right, Person("a@b.org", "x", role), Person("a@b.org", "x", role))
+                was, now = (a.evaluate(context)[0] for a in (before, after))
+                if right in CODE:
+                    assert not now
+                    opened |= {right} if was else set()
+                elif right != "*":
+                    assert now == was, (role, right)
+        assert opened == set(CODE)  # NVFlare's own kits let somebody
 
 
 def test_a_site_name_that_nvflare_does_not_admit_is_told(tmp_path):
