@@ -40,6 +40,11 @@ class Chart:
     figure: Figure
     notes: tuple[str, ...] = ()
 
+    @property
+    def narrow(self) -> bool:
+        """Whether it is drawn for half the width of a page."""
+        return bool(self.figure.get_figwidth() < 8)
+
 
 def ratio_of_corrupted(cells: GridCells) -> list[Chart] | str:
     """FedISM's Figure 4: methods against the share of clients whose images are corrupted."""
