@@ -57,7 +57,8 @@ def test_neither_objects_nor_bytes_are_left_behind_by_a_round(tmp_path):
     grown = {kind: n - counted[1][kind] for kind, n in counted[2].items() if BOUNDED not in kind}
     assert sum(n for n in grown.values() if n > 0) < 20, grown
     assert "<class 'torch.Tensor'>" not in {kind for kind, n in grown.items() if n > 0}
-    assert allocated[2] - allocated[1] < (1 << 18)  # the model's bytes, which every round sends and gets three times
+    # Bytes: a model that every round leaves would be 20 times 256 KB; what is on its way just now is allowed.
+    assert allocated[2] - allocated[1] < 4 * (1 << 18)
 
 
 def resident(pid: int) -> float:
