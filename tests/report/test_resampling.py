@@ -17,7 +17,6 @@ from medfed.report.paper.resampling import auc, draw, metric_of
 from medfed.training.metrics import multiclass_metrics, multilabel_metrics
 
 RNG = np.random.default_rng(7)
-ONE = np.ones((1, 40))
 
 
 def drawn_again(units: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -29,7 +28,7 @@ def drawn_again(units: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def test_a_resample_has_the_metric_of_the_samples_drawn(name):
     labels, p, units = RNG.integers(0, 4, 200), RNG.dirichlet(np.ones(4), 200).round(2), RNG.integers(0, 40, 200)
     units[:40] = np.arange(40)
-    weights = np.concatenate([ONE, draw(40, 5, RNG)])
+    weights = draw(40, 5, RNG)
     found = metric_of(name, labels, p, units, weights)
     for value, weight in zip(found, weights):
         again = drawn_again(units, weight)
@@ -41,7 +40,7 @@ def test_a_resample_has_the_metric_of_the_samples_drawn(name):
 def test_a_resample_of_several_labels_at_once(name):
     labels, p, units = (RNG.random((150, 3)) < 0.3).astype(int), RNG.random((150, 3)), RNG.integers(0, 40, 150)
     units[:40] = np.arange(40)
-    weights = np.concatenate([ONE, draw(40, 5, RNG)])
+    weights = draw(40, 5, RNG)
     found = metric_of(name, labels, p, units, weights)
     for value, weight in zip(found, weights):
         again = drawn_again(units, weight)
@@ -65,7 +64,10 @@ def test_weighted_area_by_hand():
 
 
 def test_weights_draw_as_many_units_as_there_are():
-    weights = draw(30, 200, np.random.default_rng(0))
+    whole, *drawn = draw(30, 200, np.random.default_rng(0))
+    weights = np.array(drawn)
+    assert whole.tolist() == [1] * 30
+    assert weights.shape == (200, 30)
     assert (weights.sum(axis=1) == 30).all()
     assert weights.var(axis=0).mean() == pytest.approx(29 / 30, rel=0.1)  # binomial(30, 1/30)
 

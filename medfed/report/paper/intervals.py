@@ -6,7 +6,7 @@ seed are resampled alike, so that the interval of a difference is that of paired
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -99,20 +99,20 @@ def intervals(cells: GridCells, resamples: int) -> Intervals:
         resamples: how many to draw, e.g. 1000.
     """
     result = Intervals(resamples=resamples)
-    failed: Counter[str] = Counter()
+    failed: dict[str, set[str]] = defaultdict(set)
     names = chosen_metrics(cells)
     for condition in cells.conditions:
         for seed in cells.seeds:
             runs = {m: r for m in cells.methods if (r := cells.finished.get((condition, m, seed))) is not None}
             _group(cells, result, failed, condition, seed, runs, names)
-    result.notes += [f"{count} run{'s' if count > 1 else ''}: {reason}" for reason, count in failed.items()]
+    result.notes += [f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {reason}" for reason, runs in failed.items()]
     return result
 
 
 def _group(
     cells: GridCells,
     result: Intervals,
-    failed: Counter[str],
+    failed: Mapping[str, set[str]],
     condition: str,
     seed: int,
     runs: Mapping[str, Run],
@@ -120,37 +120,35 @@ def _group(
 ) -> None:
     """The runs of one condition and seed, which share their test set."""
     weights: np.ndarray | None = None
-    ones: np.ndarray | None = None
     units: np.ndarray | None = None
     estimates: dict[str, dict[str, tuple[np.ndarray, int]]] = {}
     for method, run in runs.items():
         kept = last_rounds(run, cells.last)
         if not kept:
-            failed["no predictions are kept (evaluation.keep_predictions)"] += 1
+            failed["no predictions are kept (evaluation.keep_predictions)"].add(run.folder)
             continue
         if any(p.unusable for sets in kept for p in sets.values()):
-            failed["some predictions are not finite"] += 1
+            failed["some predictions are not finite"].add(run.folder)
             continue
         own = units_of(next(iter(kept[-1].values())))
-        if units is None or weights is None or ones is None:
+        if units is None or weights is None:
             result.patients &= next(iter(kept[-1].values())).patients is not None
             units = own
-            ones = np.ones((1, int(units.max()) + 1))
-            weights = draw(ones.shape[1], result.resamples, numpy_generator(seed, "bootstrap", condition))
-        elif not np.array_equal(own, units):
-            failed["its test set is not that of the first method of its condition"] += 1
+            weights = draw(int(units.max()) + 1, result.resamples, numpy_generator(seed, "bootstrap", condition))
+        same = all(np.array_equal(units_of(p), units) for sets in kept for p in sets.values())
+        if not same:
+            failed["its test set is not that of the first method of its condition"].add(run.folder)
             continue
-        whole = np.concatenate([ones, weights])  # first the test set itself
         for name in names:
             for part in SETS:
                 sets = [s[part] for s in kept if part in s]
                 rounds = [
-                    r for s in sets if (r := metric_of(name, s.labels, s.probabilities, units, whole)) is not None
+                    r for s in sets if (r := metric_of(name, s.labels, s.probabilities, units, weights)) is not None
                 ]
                 if len(rounds) < len(sets):
-                    failed[f"{metric(name).label} cannot be resampled"] += 1
+                    failed[f"{metric(name).label} cannot be resampled"].add(run.folder)
                 elif rounds and not _as_recorded(run, f"{part}/{name}", sets, rounds):
-                    failed[f"its predictions do not give the {metric(name).label} that it recorded"] += 1
+                    failed[f"its predictions do not give the {metric(name).label} that it recorded"].add(run.folder)
                 elif rounds:
                     found = np.mean(rounds, axis=0)
                     estimates.setdefault(f"{part}/{name}", {})[method] = (found, len(rounds))

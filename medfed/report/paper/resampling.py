@@ -12,12 +12,16 @@ import itertools
 import numpy as np
 
 BLOCK = 128
-"""Resamples at a time where a weight for each sample is held in memory."""
+"""Resamples at a time for which a weight of each sample is held in memory."""
 
 
 def draw(units: int, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """How often each unit is drawn, float64 ``[B, U]``."""
-    return generator.multinomial(units, np.full(units, 1 / units), size=resamples).astype(np.float64)
+    """How often each unit is drawn, uint16 ``[1 + B, U]``; the first row is the test set itself, each unit once."""
+    parts = [np.ones((1, units), np.uint16)]
+    for start in range(0, resamples, BLOCK):
+        size = min(BLOCK, resamples - start)
+        parts.append(generator.multinomial(units, np.full(units, 1 / units), size=size).astype(np.uint16))
+    return np.concatenate(parts)
 
 
 def metric_of(
@@ -37,16 +41,22 @@ def metric_of(
     """
     several = labels.ndim == 2
     if name in ("accuracy", "balanced_accuracy", "f1_macro") and not several:
-        return _of_confusion(
-            name, confusions(labels, probabilities.argmax(axis=1), units, weights, probabilities.shape[1])
-        )
-    if name in ("balanced_accuracy", "f1_macro") and several:
-        return _of_labels(name, labels > 0.5, probabilities >= 0.5, units, weights)
-    if name in ("auc_ovo", "auc_ovr") and not several:
-        return _in_blocks(name, labels, probabilities, units, weights)
-    if name == "auc_macro" and several:
-        return _in_blocks(name, labels, probabilities, units, weights)
-    return None
+        said, size = probabilities.argmax(axis=1), probabilities.shape[1]
+
+        def of(block: np.ndarray) -> np.ndarray:
+            return _of_confusion(name, confusions(labels, said, units, block, size))
+    elif name in ("balanced_accuracy", "f1_macro") and several:
+
+        def of(block: np.ndarray) -> np.ndarray:
+            return _of_labels(name, labels > 0.5, probabilities >= 0.5, units, block)
+    elif name in (("auc_macro",) if several else ("auc_ovo", "auc_ovr")):
+
+        def of(block: np.ndarray) -> np.ndarray:
+            return _auc(name, labels, probabilities, block[:, units])
+    else:
+        return None
+    starts = range(0, len(weights), BLOCK)
+    return np.concatenate([of(weights[i : i + BLOCK].astype(np.float64)) for i in starts])
 
 
 def confusions(
@@ -89,13 +99,6 @@ def _mean_of_defined(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     parts = np.divide(above, below, out=np.zeros_like(above), where=defined)
     count = defined.sum(axis=1)
     return np.where(count > 0, parts.sum(axis=1) / np.maximum(count, 1), np.nan)
-
-
-def _in_blocks(
-    name: str, labels: np.ndarray, probabilities: np.ndarray, units: np.ndarray, weights: np.ndarray
-) -> np.ndarray:
-    blocks = [weights[i : i + BLOCK][:, units] for i in range(0, len(weights), BLOCK)]
-    return np.concatenate([_auc(name, labels, probabilities, block) for block in blocks])
 
 
 def _auc(name: str, labels: np.ndarray, p: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -72,7 +72,8 @@ def spectral(cells: GridCells) -> list[Chart] | str:
     if drawn is not None:
         caption = (
             "Cosines between the leading directions of the classes at the client judged clean, and at the one judged "
-            "noisy, with the most certain verdict; dark is 0, light is 1, empty a class that the client lacks. Read from the clients' own memories."
+            "noisy, with the most certain verdict; dark is 0, light is 1, empty a class that the client lacks. Read "
+            "from the clients' own memories."
         )
         charts.insert(0, Chart("oct-fedsir-figure-2a", f"{PAPER}a to c", caption, drawn))
     return charts or "no finished run has descriptors to draw"
