@@ -220,6 +220,29 @@ def test_test_images_at_the_server_are_used_for_evaluation_alone(data, job, tmp_
     assert same_state(load_file(run / "model.safetensors"), load_file(other / "model.safetensors"))
 
 
+@pytest.mark.slow
+def test_the_server_alone_tracks_one_run_and_a_child_for_each_site(data, job, tmp_path):
+    """NVFlare's own receiver makes a run of every site and none of the server (trap)."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**data, "tracking": {"uri": uri}}))
+    run, _ = run_job(export(tmp_path / "experiment.yaml", tmp_path / "job2"), tmp_path)
+    client = MlflowClient(uri)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "medfed"]
+    runs = client.search_runs([experiment.experiment_id])
+    (parent,) = [r for r in runs if "mlflow.parentRunId" not in r.data.tags]
+    children = {r.info.run_name: r for r in runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    assert sorted(children) == sorted(SITES)
+    assert len(runs) == 4
+    record = RecordLog(run / "records.jsonl").read()[-1]
+    last = record["evaluation"]["clean"]["balanced_accuracy"]
+    assert client.get_metric_history(parent.info.run_id, "clean/balanced_accuracy")[-1].value == last
+    history = client.get_metric_history(children["north"].info.run_id, "evaluation/auc_ovo")
+    assert [m.step for m in history] == [1, 2]
+    assert uri not in (tmp_path / "job2" / "medfed_site" / "config" / "medfed.json").read_text()
+
+
 def test_the_quorum_can_be_reached(data):
     from medfed.errors import ConfigError
 

@@ -10,6 +10,7 @@
 - types that FOBS does not admit: test_wire, FOBS sees bytes and text only
 - classes that are not on the allow-list: test_jobs, the two classes need it, kits admit one class
 - the best model one round late: test_hospitals, the last record measures the final model
+- tracking that makes a run of every site and none of the server: test_hospitals, the server alone tracks one run
 - resume: test_hospitals, test_simulation, test_secure, submitted again
 """
 
