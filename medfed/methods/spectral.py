@@ -28,7 +28,7 @@ from medfed.federation.messages import Message, Replies
 from medfed.federation.method import MethodSettings
 from medfed.federation.server import Server
 from medfed.methods.identification import reference_model
-from medfed.methods.stage_one import features_of, forget, remember_samples
+from medfed.methods.stage_one import features_of, forget, patients_of, remember_samples
 
 if TYPE_CHECKING:
     from medfed.reliability.identification import Verdict
@@ -177,7 +177,7 @@ def relabel(client: Client, message: Message) -> Message:
     else:
         proposals = relabelling.agreement(representative, residual).cpu()
     _remember(client, proposals, representative, residual)
-    remember_samples(client, evidence(features, observed, classes).samples)
+    remember_samples(client, evidence(features, observed, classes, groups=patients_of(client)).samples)
     forget(client)
     if not message.values["correct"]:
         # Whoever was to be corrected before, and is not now, goes back to the labels as observed.

@@ -87,6 +87,11 @@ class Identification(MethodSettings):
                 found += self.idle(("stage_one",), f"{EVIDENCE} and method.start: initial")
         return found
 
+    @property
+    def revises(self) -> bool:
+        """Whether later evidence may change a verdict."""
+        return False
+
     def local(self, prior: Mapping[str, Any]) -> dict[str, Any]:
         """Plain values of the Stage-I training, with the logit adjustment of the rounds unless it has its own."""
         own = {k: v for k, v in self.stage_one.model_dump().items() if v is not None}
@@ -188,10 +193,16 @@ def evidence_of(client: Client, features: torch.Tensor) -> Message:
     from medfed.reliability.spectra import class_directions, similarity
 
     labels, classes = client.data.labels, client.task.num_classes
-    found = evidence(features, labels, classes)
+    found = evidence(features, labels, classes, groups=patients_of(client))
     remember_samples(client, found.samples)
     client.memory["similarity"] = similarity(class_directions(features, labels, classes, min_samples=1), classes)
     return Message(found.tensors, {**_counts(client), **found.values})
+
+
+def patients_of(client: Client) -> torch.Tensor | None:
+    """The patient of each of the client's samples as a number ``[N]``; None where that is not known."""
+    groups = client.data.groups
+    return None if groups is None else torch.tensor(groups)
 
 
 def remember_samples(client: Client, samples: Any) -> None:

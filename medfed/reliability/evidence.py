@@ -2,8 +2,9 @@
 
 If labels are right, they can be predicted from the features of the *other* samples about as well as the task allows; if
 they were drawn at random, they cannot.  A client measures this on itself: a ridge classifier with leave-one-out
-predictions in closed form (Allen, Technometrics 1974).  What only a comparison tells (labels that are swapped tidily)
-the server reads from the class means of all clients; see :mod:`medfed.reliability.shares`.
+predictions in closed form (Allen, Technometrics 1974), which leave out the whole patient where patients are known.
+What only a comparison tells (labels that are swapped tidily) the server reads from the class means of all clients; see
+:mod:`medfed.reliability.shares`.
 """
 
 from __future__ import annotations
@@ -75,21 +76,26 @@ def projected(x: Tensor, dimension: int = DIMENSION) -> Tensor:
     return x @ matrix.to(x.device)
 
 
-def leave_one_out(features: Tensor, labels: Tensor, num_classes: int, ridge: float = RIDGE) -> Tensor:
-    r"""Scores of a class-balanced ridge classifier for each sample, fitted without that sample.
+def leave_one_out(
+    features: Tensor, labels: Tensor, num_classes: int, ridge: float = RIDGE, groups: Tensor | None = None
+) -> Tensor:
+    r"""Scores of a class-balanced ridge classifier for each sample, fitted without that sample, or without its patient.
 
     Minimises :math:`\sum_i w_i \|y_i - b - W^T x_i\|^2 + \lambda \|W\|^2` with one-hot targets, no penalty on b
     and :math:`w_i = N / (C_{obs}\, n_{class(i)})`, so that each observed class weighs the same.  The residual without
-    the sample is :math:`r_i / (1 - h_i)`, exactly, at the weights and the :math:`\lambda` of all samples.
+    the sample is :math:`r_i / (1 - h_i)`, exactly, at the weights and the :math:`\lambda` of all samples; the residuals
+    of a patient's samples g without all of them are :math:`(I - H_{gg})^{-1} r_g`, for residuals and hat matrix of the
+    problem in which samples are scaled by :math:`\sqrt{w_i}`.
 
     Args:
         features: ``[N, d]``, finite.
         labels: observed classes, int64 ``[N]``.
         num_classes: C.
         ridge: :math:`\lambda` as a multiple of the mean eigenvalue of the weighted, centred Gram matrix ``[N, N]``.
+        groups: the patient of each sample as a number ``[N]``; by default each sample is left out alone.
 
     Returns:
-        float64 ``[N, C]``; NaN in the columns of unobserved classes.
+        float64 ``[N, C]``; NaN in the columns of unobserved classes, and everywhere where there is one patient only.
     """
     x = features.to(torch.float64)
     y = torch.nn.functional.one_hot(labels, num_classes).to(torch.float64)
@@ -104,11 +110,32 @@ def leave_one_out(features: Tensor, labels: Tensor, num_classes: int, ridge: flo
     hat = torch.zeros_like(gram)
     if float(penalty) > 1e-20:
         hat = torch.linalg.solve(gram + penalty * torch.eye(len(x), dtype=x.dtype, device=x.device), gram)
-    leverage = (hat.diagonal() + weights / weights.sum()).clamp(max=1 - 1e-9)
-    residual = (target - hat @ target) / root / (1 - leverage)[:, None]
-    scores = y - residual
+    hat = hat + root @ root.T / weights.sum()
+    residual = target - hat @ target
+    members = _members(groups, len(labels))
+    alone = torch.tensor([m[0] for m in members if len(m) == 1], dtype=torch.int64, device=x.device)
+    residual[alone] /= (1 - hat.diagonal()[alone].clamp(max=1 - 1e-9))[:, None]
+    for rows in (m.to(x.device) for m in members if len(m) > 1):
+        inner = torch.eye(len(rows), dtype=x.dtype, device=x.device) - hat[rows[:, None], rows]
+        residual[rows] = torch.linalg.solve(inner, residual[rows]) if len(members) > 1 else math.nan
+    scores = y - residual / root
     scores[:, counts == 0] = math.nan
     return scores
+
+
+def _members(groups: Tensor | None, samples: int) -> tuple[Tensor, ...]:
+    """The samples of each patient, in their order."""
+    if groups is None:
+        return tuple(torch.arange(samples).split(1))
+    sizes = torch.unique(groups, return_counts=True)[1]
+    return torch.argsort(groups, stable=True).cpu().split(sizes.tolist())
+
+
+def _patients(labels: Tensor, groups: Tensor | None, num_classes: int) -> Tensor:
+    """Patients of each class [C]; samples, where patients are not known."""
+    if groups is not None:
+        labels = torch.unique(torch.stack([groups, labels]), dim=1)[1]
+    return torch.bincount(labels, minlength=num_classes)
 
 
 def evidence(
@@ -119,15 +146,16 @@ def evidence(
     ridge: float = RIDGE,
     min_class: int = MIN_CLASS,
     dimension: int = DIMENSION,
+    groups: Tensor | None = None,
 ) -> Evidence:
     """The evidence of one client; deterministic, without any training and without the truth.
 
     What leaves the client:
 
-    - ``values``: ``evidence_samples`` (samples with finite features), ``evidence_classes`` (classes with at least
-      ``min_class`` of them) and, with two such classes or more, ``separability`` (balanced leave-one-out accuracy, 0
-      at chance and 1 at best), ``separability_error`` (its standard error) and ``contrast`` (mean leave-one-out score
-      of the right minus the wrong class over all pairs of classes).
+    - ``values``: ``evidence_samples`` (samples with finite features), ``evidence_classes`` (classes that at least
+      ``min_class`` patients have) and, with two such classes or more, ``separability`` (balanced leave-one-out
+      accuracy, 0 at chance and 1 at best), ``separability_error`` (its standard error) and ``contrast`` (mean
+      leave-one-out score of the right minus the wrong class over all pairs of classes).
     - ``tensors``, all after a random projection to ``dimension`` numbers that is the same everywhere:
       ``evidence/counts`` [C] and ``evidence/means`` [C, dimension] of the observed classes with at least two samples
       (zero for others), ``evidence/total`` [dimension] and ``evidence/moment`` [dimension (dimension + 1) / 2], sum
@@ -139,8 +167,10 @@ def evidence(
         labels: observed classes, int64 ``[N]``.
         num_classes: C.
         ridge: strength of the ridge; see :func:`leave_one_out`.
-        min_class: fewest samples of a class that counts in the leave-one-out statistics.
+        min_class: fewest patients of a class that counts in the leave-one-out statistics.
         dimension: of the projection; features that have no more are not projected.
+        groups: the patient of each sample as a number ``[N]``: a label is predicted from other patients alone, since
+            several images of one patient would support each other.  By default each sample is a patient.
 
     Returns:
         The evidence.
@@ -148,7 +178,8 @@ def evidence(
     labels = labels.to(features.device)
     finite = torch.isfinite(features).all(dim=1)
     x, own = normalised(features[finite]), labels[finite]
-    counts = torch.bincount(own, minlength=num_classes)
+    groups = None if groups is None else groups.to(features.device)[finite]
+    counts = _patients(own, groups, num_classes)
     values: dict[str, float | int] = {
         "evidence_samples": len(own),
         "evidence_classes": int((counts >= min_class).sum()),
@@ -156,9 +187,10 @@ def evidence(
     predicted, margin = torch.full((len(labels),), -1), torch.zeros(len(labels))
     if values["evidence_classes"] >= 2:
         usable = counts[own] >= min_class
-        scores = leave_one_out(x[usable], own[usable], num_classes, ridge).cpu()
+        of_whom = None if groups is None else groups[usable]
+        scores = leave_one_out(x[usable], own[usable], num_classes, ridge, of_whom).cpu()
         seen, truthful = own[usable].cpu(), counts.cpu() >= min_class
-        values.update(_separability(scores, seen, truthful))
+        values.update(_separability(scores, seen, truthful, counts.cpu()))
         rows = torch.nonzero(finite).flatten()[usable].cpu()
         scores = scores.nan_to_num(nan=-math.inf)
         predicted[rows] = scores.argmax(dim=1)
@@ -167,8 +199,8 @@ def evidence(
     return Evidence(values, _moments(x, own, num_classes, dimension), SampleEvidence(predicted, margin))
 
 
-def _separability(scores: Tensor, labels: Tensor, counted: Tensor) -> dict[str, float]:
-    """Statistics of leave-one-out scores [N, C] over the classes that count [C]."""
+def _separability(scores: Tensor, labels: Tensor, counted: Tensor, patients: Tensor) -> dict[str, float]:
+    """Statistics of leave-one-out scores [N, C] over the classes that count [C], with patients by class [C]."""
     classes = torch.nonzero(counted).flatten()
     hit = (scores.nan_to_num(nan=-math.inf).argmax(dim=1) == labels).to(torch.float64)
     hits = torch.stack([hit[labels == c].sum() for c in classes])
@@ -178,7 +210,7 @@ def _separability(scores: Tensor, labels: Tensor, counted: Tensor) -> dict[str, 
     contrast = (own[:, None] + own[None, :] - mean - mean.T) / 2
     # Add-one proportions, so that no error is zero.
     share, chance = (hits + 1) / (size + 2), 1 / len(classes)
-    error = math.sqrt(float((share * (1 - share) / size).sum())) / len(classes)
+    error = math.sqrt(float((share * (1 - share) / patients[classes]).sum())) / len(classes)
     return {
         "separability": (float((hits / size).mean()) - chance) / (1 - chance),
         "separability_error": error / (1 - chance),

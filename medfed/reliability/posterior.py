@@ -26,10 +26,10 @@ from torch import Tensor
 from medfed.reliability.evidence import DIMENSION, MIN_MEAN, normalised, projected
 
 SHRINK = 1.0  # of the scatter within classes, relative to its mean eigenvalue
-SHARPNESS = (0.1, 0.2, 0.4, 0.8, 1.6)  # of the log-likelihood: features are not normal, nor are clients alike
-USUAL = 0.3  # centre of its log-normal prior, of spread 1
+SHARPNESS = 0.3  # of the log-likelihood: features are not normal, and a sharp posterior follows a poor reference
 PRIOR = 1.0  # samples that the prior of what an observed class is made of is worth,
 RIGHT = 0.5  # and the share of them that are right; the rest is spread over all classes
+OWN = 0.3  # what a sample of the client counts in the means, beside one of the reference
 STEPS = 30
 
 
@@ -144,74 +144,62 @@ def pooled(parts: Sequence[ClassMoments]) -> ClassMoments:
 def posterior(features: Tensor, observed: Tensor, moments: ClassMoments, inside: bool = False) -> Posterior:
     r"""The posterior of the true classes of one client's samples.
 
-    The log-likelihood of class c is :math:`-\frac s2 (x-m_c)^\top(S+\lambda I)^{-1}(x-m_c)` with S the covariance
-    within classes and :math:`\lambda` its mean eigenvalue.  For each sharpness s, expectation (the posterior of each
-    sample) and maximisation (J, and the means, in which the samples of the reference count beside the client's own)
-    alternate.  What comes out is averaged over s, weighted by how well features then predict the observed labels.
+    The log-likelihood of class c is :math:`-\frac s2 d_c^2` with
+    :math:`d_c^2 = (x-m_c)^\top(S+\lambda I)^{-1}(x-m_c)`, S the covariance within classes, :math:`\lambda` its mean
+    eigenvalue and s = 0.3.  Expectation (the posterior of each sample) and maximisation (J, and the means, in which the
+    samples of the reference count more than the client's own) alternate.  A distance is always to the mean without the
+    sample itself, and made free of the bias by which a mean of few samples is further off:
+    :math:`d_c^2 - \mathrm{tr}(S(S+\lambda I)^{-1}) / n_c`.
 
     Args:
         features: ``[N, d]``.
         observed: observed classes, int64 ``[N]``.
         moments: of the reference, of the same features.
-        inside: the samples are part of the moments themselves.  The means then stay, and the distance to the mean of
-            the observed class is taken as if it had been formed without the sample: n / (n - 1) times as far.
+        inside: the samples are part of the moments themselves, under their observed classes.  The means then stay.
 
     Returns:
         The posterior, on the CPU.  Repeatable: nothing is drawn.
     """
-    size = len(moments.counts)
+    counts, size = moments.counts, len(moments.counts)
     x, finite = _prepared(features, moments.means.shape[1])
-    own, known = observed.cpu(), moments.counts > 0
+    own, known = observed.cpu(), counts > 0
     usable = finite & known[own]
     probability = torch.full((len(x), size), math.nan, dtype=torch.float64)
-    joint = torch.zeros(size, size, dtype=torch.float64)
     if int(known.sum()) < 2 or not bool(usable.any()):
-        return Posterior(probability, joint)
-    x, means = _white(x[usable], moments)
-    fits = [_fitted(x, own[usable], means, moments.counts, s, inside) for s in SHARPNESS]
-    weights = torch.softmax(torch.tensor([fit[2] for fit in fits], dtype=torch.float64), dim=0)
-    probability[usable] = sum((w * fit[0] for w, fit in zip(weights, fits)), torch.zeros(size, dtype=torch.float64))
-    return Posterior(probability, sum((w * fit[1] for w, fit in zip(weights, fits)), joint))
-
-
-def _fitted(
-    x: Tensor, own: Tensor, reference: Tensor, counts: Tensor, sharpness: float, inside: bool
-) -> tuple[Tensor, Tensor, float]:
-    """Posterior [N, C], joint distribution [C, C], and log of its weight: likelihood of the labels times prior."""
-    size, known, means = len(counts), counts > 0, reference
-    seen = torch.bincount(own, minlength=size).to(torch.float64)
+        return Posterior(probability, torch.zeros(size, size, dtype=torch.float64))
+    own = own[usable]
+    x, reference, blur = _white(x[usable], moments)
+    label = torch.nn.functional.one_hot(own, size).to(torch.float64)
     prior = RIGHT * torch.eye(size, dtype=torch.float64) + (1 - RIGHT) / known.sum()
-    prior = PRIOR * prior * (known[:, None] & (seen > 0))
-    joint = prior * (seen + PRIOR)
-    joint = joint / joint.sum()
+    prior = PRIOR * prior * (known[:, None] & (label.sum(dim=0) > 0))
+    joint = prior * (label.sum(dim=0) + PRIOR)
     squares = x.square().sum(dim=1, keepdim=True)
-    weight = counts
-    # How much of each sample is in each mean: its distance is taken to the mean without it.
-    part = torch.nn.functional.one_hot(own, size).to(torch.float64) if inside else torch.zeros(len(x), size).double()
+    # How much of each sample is in each mean.
+    means, weight, part = reference, counts, label if inside else torch.zeros_like(label)
     for _ in range(STEPS):
-        far = (squares + means.square().sum(dim=1) - 2 * x @ means.T).clamp(min=0)
-        far = far * (weight / (weight - part).clamp(min=1e-9)).square()
-        fit = torch.where(known, -0.5 * sharpness * far, -math.inf)
-        weighted = fit + joint.T[own].log()
-        # How probable the observed label is, given the features alone.
-        label = (weighted.logsumexp(dim=1) - (fit + joint.sum(dim=1).log()).logsumexp(dim=1)).sum()
-        inner = torch.softmax(weighted, dim=1)
-        joint = prior + torch.zeros_like(prior).index_add_(0, own, inner).T
-        joint = joint / joint.sum()
+        rest = (weight - part).clamp(min=1e-9)
+        far = squares + means.square().sum(dim=1) - 2 * x @ means.T
+        far = far * (weight / rest).square() - blur / rest
+        fit = torch.where(known, -0.5 * SHARPNESS * far, -math.inf)
+        inner = torch.softmax(fit + (joint / joint.sum()).T[own].log(), dim=1)
+        joint = prior + inner.T @ label
         if not inside:
-            weight, part = counts + inner.sum(dim=0), inner
-            means = (counts[:, None] * reference + inner.T @ x) / weight.clamp(min=1)[:, None]
-    return inner, joint, float(label) - 0.5 * math.log(sharpness / USUAL) ** 2
+            part = OWN * inner
+            weight = counts + part.sum(dim=0)
+            means = (counts[:, None] * reference + part.T @ x) / weight.clamp(min=1)[:, None]
+    probability[usable] = inner
+    return Posterior(probability, joint / joint.sum())
 
 
-def _white(x: Tensor, moments: ClassMoments) -> tuple[Tensor, Tensor]:
-    """Samples ``[N, p]`` and means ``[C, p]`` in coordinates in which the classes are round."""
+def _white(x: Tensor, moments: ClassMoments) -> tuple[Tensor, Tensor, float]:
+    """Samples ``[N, p]`` and means ``[C, p]`` where classes are round, and the mean square of a sample's distance."""
     freedom = float((moments.counts.sum() - (moments.counts > 0).sum()).clamp(min=1))
     covariance = moments.scatter / freedom
     level = max(float(covariance.diagonal().mean()) * SHRINK, 1e-12)
     root = torch.linalg.cholesky(covariance + level * torch.eye(len(covariance), dtype=torch.float64))
     white = torch.linalg.solve_triangular(root, torch.cat([x, moments.means]).T, upper=False).T
-    return white[: len(x)], white[len(x) :]
+    spread = torch.cholesky_solve(covariance, root).trace()
+    return white[: len(x)], white[len(x) :], float(spread)
 
 
 def proposals(probability: Tensor, confidence: float = 0.0) -> Tensor:

@@ -14,6 +14,7 @@ METHODS = {
     "evidence": {"name": "oct_fedsir", "period": 2, "identification": "evidence", "stage_one": {"epochs": 1}},
     "fedsir": {"name": "fedsir", "period": 2, "relabel_from": "current", "ramp_end": 0, "stage_one": {"epochs": 1}},
     "pruning": {"name": "pruning", "stage_one": {"epochs": 1}},
+    "posterior": {"name": "oct_fedsir", "period": 2, "relabelling": "posterior", "stage_one": {"epochs": 1}},
 }
 
 
@@ -74,6 +75,7 @@ KILLS = {
     "evidence": [("save", 1), ("identify", 0), ("stage_one", 0), ("review", 3), ("relabel", 3), ("train", 3)],
     "fedsir": [("save", 1), ("relabel", 3), ("train", 3), ("save", 4)],
     "pruning": [("save", 1), ("identify", 0), ("train", 2)],
+    "posterior": [("save", 2), ("describe", 3), ("relabel", 3), ("train", 4)],
 }
 CASES = [(n, k) for n, kills in KILLS.items() for k in kills]
 

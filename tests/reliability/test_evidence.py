@@ -16,16 +16,19 @@ def _random(n: int, d: int, seed: int) -> torch.Tensor:
     return torch.randn(n, d, generator=torch_generator("evidence test", seed), dtype=torch.float64)
 
 
-def _by_refitting(x: torch.Tensor, y: torch.Tensor, classes: int, ridge: float) -> torch.Tensor:
-    """A fit a sample with scikit-learn, at the weights and the penalty of all samples."""
-    counts = torch.bincount(y, minlength=classes)
+def _by_refitting(
+    x: torch.Tensor, y: torch.Tensor, classes: int, ridge: float, groups: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A fit a sample, without its group, with scikit-learn, at the weights and the penalty of all samples."""
+    groups = torch.arange(len(y)) if groups is None else groups
+    counts = torch.bincount(y, minlength=classes).double()
     weights = (len(y) / ((counts > 0).sum() * counts.clamp(min=1)))[y].double()
     centred = x - (weights @ x) / weights.sum()
     penalty = ridge * float((weights * (centred**2).sum(dim=1)).mean())
     targets = torch.nn.functional.one_hot(y, classes).double()
     rows = []
     for i in range(len(y)):
-        kept = torch.arange(len(y)) != i
+        kept = groups != groups[i]
         model = Ridge(alpha=penalty, solver="cholesky").fit(x[kept], targets[kept], sample_weight=weights[kept])
         rows.append(torch.tensor(model.predict(x[i : i + 1].numpy())[0]))
     return torch.stack(rows)
@@ -38,6 +41,54 @@ def test_closed_form_is_refitting_without_each_sample(n: int, d: int, ridge: flo
     y[:4] = 0  # unequal classes
     expected = _by_refitting(x, y, 3, ridge)
     torch.testing.assert_close(leave_one_out(x, y, 3, ridge), expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize(("n", "d"), [(12, 30), (40, 5)])
+def test_closed_form_is_refitting_without_each_patient(n: int, d: int) -> None:
+    """Patients of one to four images, whose labels may differ; one has all images of a class."""
+    x, y = _random(n, d, n), torch.arange(n) % 3
+    groups = torch.arange(n) % 5 * 7 - 3
+    groups[:4] = torch.tensor([100, 200, 300, 400])
+    y[5::10] = 3
+    expected = _by_refitting(x, y, 4, 0.3, groups)
+    torch.testing.assert_close(leave_one_out(x, y, 4, 0.3, groups), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_patients_of_one_image_are_images() -> None:
+    x, y = _random(30, 8, 3), torch.arange(30) % 3
+    groups = torch.randperm(30, generator=torch_generator("patients"))
+    torch.testing.assert_close(leave_one_out(x, y, 3, groups=groups), leave_one_out(x, y, 3), rtol=1e-10, atol=1e-12)
+    assert evidence(x, y, 3, groups=groups).values == pytest.approx(evidence(x, y, 3).values)
+
+
+def test_images_of_one_patient_do_not_support_each_other() -> None:
+    """Labels are drawn by patient, and images of a patient are alike: without patients they look predictable."""
+    x = _random(20, 16, 5).repeat_interleave(4, dim=0) + 0.05 * _random(80, 16, 6)
+    groups = torch.arange(20).repeat_interleave(4)
+    for seed in range(4):
+        y = torch.randint(0, 2, (20,), generator=torch_generator("by patient", seed)).repeat_interleave(4)
+        assert evidence(x, y, 2).values["separability"] > 0.6
+        told = evidence(x, y, 2, groups=groups).values
+        assert abs(told["separability"]) < 3 * told["separability_error"]
+        # 20 patients, not 80 images, are behind it.
+        assert told["separability_error"] > 0.2
+
+
+def test_classes_count_by_patients() -> None:
+    x, y = _random(24, 6, 7), torch.arange(24) % 3
+    groups = torch.arange(24)
+    groups[y == 2] = 50
+    told = evidence(x, y, 3, groups=groups)
+    assert told.values["evidence_classes"] == 2
+    assert (told.samples.predicted[y == 2] == -1).all()
+    assert (told.samples.predicted[y != 2] >= 0).all()
+    assert told.tensors["evidence/counts"].tolist() == [8, 8, 8]
+
+
+def test_a_single_patient_says_nothing() -> None:
+    x, y = _random(24, 6, 8), torch.arange(24) % 3
+    assert leave_one_out(x, y, 3, groups=torch.zeros(24, dtype=torch.int64)).isnan().all()
+    assert "separability" not in evidence(x, y, 3, groups=torch.zeros(24, dtype=torch.int64)).values
 
 
 def test_unobserved_classes_have_no_score() -> None:
