@@ -341,6 +341,8 @@ def ledger(
     from medfed.ledger import find_ledgers, ledger_table, read_ledger, tensor_lines
 
     console = Console(highlight=False)
+    # Into a file or a pipe whole lines go; a narrow terminal breaks them itself, not in the middle of each cell.
+    console.width = max(console.width, 120 if console.is_terminal else 240)
     for path in find_ledgers(folder):
         entries = read_ledger(path)
         console.print(ledger_table(entries, str(path)))

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from medfed.errors import DataError
 from medfed.federation.messages import Message
@@ -143,7 +143,8 @@ def ledger_table(entries: Sequence[Entry], title: str) -> Table:
     table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("time", "client", "round", "request", "task", "kind", "tensors", "values", "bytes", "sha256"):
         numeric = column in ("round", "request", "tensors", "bytes")
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        side: Literal["right", "left"] = "right" if numeric else "left"
+        table.add_column(column, justify=side, overflow="fold", no_wrap=column not in ("client", "values"))
     for e in entries:
         told = e.get("reason") or ", ".join(e["values"])
         kind = f"{e.get('kind', '?')}{' (late)' if e.get('late') else ''}"

@@ -91,7 +91,10 @@ def status(kit: Path) -> Iterator[str]:
     folder = kit / RUNS
     runs = sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime) if folder.is_dir() else []
     for run in (r for r in runs if r.is_dir()):
-        yield from (_at_server(run) if role == "server" else _at_site(run))
+        if role == "site":
+            yield from _at_site(run)
+        elif (run / "run.json").is_file():  # what MLflow keeps lies there too
+            yield from _at_server(run)
 
 
 def _at_server(run: Path) -> Iterator[str]:
@@ -113,6 +116,9 @@ def _at_site(run: Path) -> Iterator[str]:
         yield ": ".join((told[0], ", ".join(told[1:]))) if told[1:] else told[0]
         for key, value in (report.get("overrides") or {}).items():
             yield f"  overrides {key}: {json.dumps(value)}"
+        if not (own / LEDGER).is_file():
+            yield "  nothing was sent yet"
+            continue
         try:
             sent = read_ledger(own / LEDGER)
         except MedfedError as error:

@@ -78,6 +78,7 @@ def test_a_site_reads_how_its_runs_stand(kit):
     own.mkdir(parents=True)
     report = {"method": {"name": "fedism"}, "training_images": 80, "held_out_images": 20, "tells_of_them": "counts"}
     (own / "site.json").write_text(json.dumps({**report, "overrides": {"batch_size": 8}}))
+    assert list(status(kit))[3] == "  nothing was sent yet"
     ledger = Ledger(own / LEDGER)
     ledger.append(b"x", Message(), client="north", kind="reply", task="train", round=3)
     said = list(status(kit))
@@ -101,6 +102,8 @@ def test_a_server_reads_how_its_runs_stand(kit):
     (run / "records.jsonl").write_text(json.dumps(record) + "\n")
     done = CliRunner().invoke(app, ["nvflare", "status", str(kit)])
     assert done.exit_code == 0
+    (run.parent / "mlartifacts").mkdir()  # of MLflow, where the server keeps its record in a file
+    assert CliRunner().invoke(app, ["nvflare", "status", str(kit)]).output == done.output
     assert done.output.splitlines() == [
         "north (server): does not run",
         "run r1: fedism, running, round 1 of 9",

@@ -106,6 +106,9 @@ def test_the_table_and_the_command_show_it(path, tmp_path):
 
     done = CliRunner().invoke(app, ["ledger", str(tmp_path / "run"), "--tensors"], env={"COLUMNS": "200"})
     assert done.exit_code == 0
+    digests = [e["sha256"][:12] for e in read_ledger(path)]
+    narrow = CliRunner().invoke(app, ["ledger", str(tmp_path / "run")], env={"COLUMNS": "60"})
+    assert [line.split()[-1] for line in narrow.output.splitlines() if "train" in line] == digests  # in a pipe too
     assert "3 messages, 6 bytes; the chain is unbroken." in done.output
     assert "model/w float32 2x3" in done.output
 
