@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
 
 from medfed.config import validate
 from medfed.data.cohort import Task
 from medfed.engines.nvflare.hospitals import NOT_EVALUATED, agree
-from medfed.engines.nvflare.hosting import ERRORS, open_desk
+from medfed.engines.nvflare.hosting import ERRORS, open_desk, own_data_of
 from medfed.engines.nvflare.plan import RUNS, SitePlan, site_names, site_plan
+from medfed.engines.nvflare.shares import open_share, write_share
 from medfed.engines.nvflare.site_bundle import agreed_bundle, own_keys, site_bundle
 from medfed.engines.nvflare.site_settings import SiteSettings, own_data, read_site
 from medfed.engines.nvflare.wire import TASK, own_values, pack_request, unpack
 from medfed.errors import ConfigError, DataError
+from medfed.experiment import Shards
 from medfed.federation.client import Request
 from medfed.federation.messages import Message
 from medfed.ledger import LEDGER, read_ledger
@@ -195,6 +198,31 @@ def test_an_override_that_does_not_fit_is_refused(plan, workspace, tmp_path, ove
     settle(workspace, cohort={"reader": "folder", "root": str(root)}, overrides=overrides)
     header, _ = ask(open_desk(plan, "north", workspace))
     assert header["reason"] == reason
+
+
+def test_a_share_of_a_trial_carries_its_patients_and_keeps_whole_ones_apart(plan, workspace):
+    patients = np.repeat(np.arange(6), 4)
+    images = np.zeros((24, 3, 16, 16), np.uint8)
+    parts = {"north": (np.arange(24), torch.arange(24) % 4)}
+    path = write_share(Shards(images, parts, {"north": patients}), "north", workspace / "local", own_images=True)
+    assert open_share(path, "north").groups.tolist() == patients.tolist()
+    settings = SiteSettings(share=str(path.relative_to(workspace / "local")))
+    made = own_data_of(plan, "north", settings, workspace / "local", agreed_bundle(plan), workspace)
+    held, left = set(made.held_out.groups.tolist()), set(made.training.groups.tolist())
+    assert held
+    assert not held & left
+    assert held | left == set(range(6))
+
+
+def test_patients_of_whom_one_image_is_marked_as_test_are_the_held_out_share(plan, workspace, tmp_path):
+    root = write_images(tmp_path / "images", ("NORMAL", "DME"), each=6)
+    files = sorted(root.rglob("*.png"))
+    rows = [f"{f.relative_to(root)},{f.parent.name},p{i % 4},{'test' if i == 5 else ''}" for i, f in enumerate(files)]
+    (root / "labels.csv").write_text("path,label,patient,split\n" + "\n".join(rows) + "\n")
+    cohort = {"reader": "table", "root": str(root), "cache": str(tmp_path / "headers")}
+    made = own_data(SiteSettings(cohort=cohort), plan, "north", agreed_bundle(plan), tmp_path / "cache")
+    assert len(made.held_out) == 3  # p1 has images 1, 5 and 9
+    assert len(made.training) == 9
 
 
 def test_an_override_that_is_code_is_refused_before_anything_is_evaluated(plan, workspace, tmp_path):
