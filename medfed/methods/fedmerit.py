@@ -64,6 +64,8 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
 
     identification: Literal["published", "evidence"] = "evidence"
     compare: Literal["all", "peers"] = "peers"
+    revise: bool = False
+    relabelling: Literal["published", "posterior"] = "posterior"
     salt: Salt | None = Salt()
     measure: Ball | None = None
     saga: bool = True

@@ -34,7 +34,7 @@ def first_verdict(server: Server, settings: Identification, prior: Mapping[str, 
     replies = _ask_identify(server, settings, local, server.clients, server.model)
     server.notes["samples"] = Message(values=replies.value("samples"))
     verdict = _judge(server, settings, replies)
-    if published and len(replies) < len(server.clients):
+    if (published or not settings.revises) and len(replies) < len(server.clients):
         server.notes["initial"] = Message.of({}, model=server.model)
     note = tell(server, settings, verdict, replies)
     if settings.start == "clean" and verdict.clean:
@@ -54,7 +54,9 @@ def later_verdict(server: Server, settings: Identification, prior: Mapping[str, 
     ``evidence``: every client looks at its labels with the reference model, and every verdict may change. Who does not
     answer keeps the verdict that it had; where no more than half of the clients answer, so do all, since clients are
     judged by comparison.
-    ``published``: a verdict is for good; only clients that did not answer so far are asked for their descriptors.
+    ``published``: a verdict is for good; only clients that did not answer so far are asked for their descriptors. So it
+    is with ``evidence`` that is not revised, but that all are asked again for what they sent of the initial model's
+    features, since clients are judged by comparison.
 
     Args:
         server: the server.
@@ -66,18 +68,24 @@ def later_verdict(server: Server, settings: Identification, prior: Mapping[str, 
         Whether all clients hold the features of the reference model now.
     """
     before = verdict_of(server)
+    missing = [c for c in server.clients if c not in server.notes["samples"].values]
     if settings.identification == "evidence":
-        request = Message.of({"keep": keep}, reference=reference_model(server))
+        if not settings.revises and not missing:
+            return False
+        keep = keep and settings.revises
+        model = reference_model(server) if settings.revises else server.notes["initial"].group("model")
+        request = Message.of({"keep": keep}, reference=model)
         replies = server.ask("review", request, clients=server.clients, numbers=("samples", "observed_classes"))
         if 2 * len(replies) > len(server.clients):
             verdict = _with(_judge(server, settings, replies), replies, before)
             server.notes["verdict"] = tell(server, settings, verdict, replies)
             _count(server, replies)
+            if not settings.revises and set(missing) <= set(replies.clients):
+                del server.notes["initial"]
         else:
             few = f"{len(replies)} of {len(server.clients)} clients sent evidence"
             server.report(replies).warnings.append(f"identification: {few}: the verdict stays")
         return keep
-    missing = [c for c in server.clients if c not in server.notes["samples"].values]
     if missing and "initial" in server.notes:
         initial = server.notes["initial"].group("model")
         replies = _ask_identify(server, settings, settings.local(prior), missing, initial)

@@ -37,6 +37,9 @@ class OctFedSIRSettings(Identification, Relabelling):
     """Settings of OCT-FedSIR, besides those of identification and relabelling.
 
     Args:
+        revise: ``evidence``: clients are judged again at every checkpoint, from features of the reference model.
+            Otherwise the first verdict, from features that no label of these clients has shaped, stays, but for clients
+            that did not answer then.
         local_epochs: passes over a client's data in a round.
         learning_rate: None takes the bundle's.
         logit_adjustment: logits shifted by the log of the client's class frequencies, in training (Eqs. 8 to 10).
@@ -53,6 +56,7 @@ class OctFedSIRSettings(Identification, Relabelling):
         daagg: models weighted by distance to the nearest clean one (Eqs. 35 to 39); otherwise by sample counts.
     """
 
+    revise: bool = True
     local_epochs: int = Field(1, ge=1)
     learning_rate: float | None = Field(None, gt=0)
     logit_adjustment: bool = True
@@ -67,13 +71,20 @@ class OctFedSIRSettings(Identification, Relabelling):
     def check(self, rounds: int) -> list[str]:
         """As of identification and relabelling; names settings of a distillation that is switched off."""
         found = super().check(rounds)
+        if self.identification == "published":
+            found += self.idle(("revise",), "identification: published")
         if not self.distillation:
             found += self.idle(("teacher_weight", "temperature", "soften_student", "distil_on"), "distillation: false")
         elif not self.relabel:
             found += self.idle(("distil_on",), "relabel: false")
-        if not self.relabel and self.identification == "evidence" and rounds <= self.period:
+        if not self.relabel and self.revises and rounds <= self.period:
             found.append(f"no verdict will be revised: method.period is {self.period} and there are {rounds} rounds")
         return found
+
+    @property
+    def revises(self) -> bool:
+        """Whether later evidence may change a verdict."""
+        return self.identification == "evidence" and self.revise
 
     def prior(self) -> dict[str, Any]:
         """How logits are adjusted, as plain values."""

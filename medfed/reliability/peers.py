@@ -25,6 +25,7 @@ from medfed.reliability.verdicts import (
     EvidenceLike,
     described,
     judge,
+    number_of_classes,
     pooled,
     predictable,
     state_of,
@@ -37,6 +38,7 @@ ATTAINABLE = 0.6  # least that labels of bad images can be predicted, as a share
 BEST = 3  # one client in so many sets what a group attains
 LEAST = 5  # peers that can be judged by themselves alone
 HOSPITALS = 0.1  # by which purity differs between hospitals with right labels, beyond sampling
+NARROW = 0.1  # least distance of right labels and labels drawn at random, in shares of wrong labels
 APPARENT = 0.3  # least difference of clean and noisy clients
 FEW = 2.4  # error of class means that come from few peers, divided by the square of their number
 
@@ -84,7 +86,8 @@ def judge_among_peers(
     if earlier:
         raw, error, calls = pooled(names, raw, error, earlier.get("shares", {}))
     split = two_groups(raw, error)
-    state = state_of(sorted(evidence), names, raw, error, calls, split, ())
+    chance = 1 - 1 / number_of_classes(evidence.values())
+    state = state_of(sorted(evidence), names, raw, error, calls, (split.centre, 1.0), chance, ())
     status = dict.fromkeys(sorted(evidence), "undetermined")
     posterior = dict.fromkeys(sorted(evidence), math.nan)
     notes = [f"{len(groups)} groups of clients with images of different quality."]
@@ -160,7 +163,11 @@ def _attained(groups: Sequence[Sequence[str]], evidence: Mapping[str, EvidenceLi
 def _wrong(
     group: Sequence[str], attained: float, evidence: Mapping[str, EvidenceLike]
 ) -> dict[str, tuple[float, float]]:
-    """Share of wrong labels of each client of a group and its standard error, of two estimates combined."""
+    """What labels of each client of a group lack in purity, and its standard error, of two estimates combined.
+
+    It is 0 of right labels and 1 of labels drawn at random, which are wrong in (C-1)/C of all cases.
+    """
+    chance = 1 - 1 / number_of_classes(evidence.values())
     level: dict[str, tuple[float, float]] = {}
     for name in group:
         if _separable(evidence[name]):
@@ -179,10 +186,11 @@ def _wrong(
     if both:
         # All shares are too large by the same amount; the level says by how much.
         mean_share, mean_level = (float(np.mean([of[name][0] for name in both])) for of in (shares, level))
-        base = min(max((mean_share - mean_level) / (1 - min(mean_level, 0.99)), 0.0), 0.9)
+        base = (mean_share - chance * mean_level) / (1 - min(mean_level, 0.99))
     else:
-        base = min(max(min(wrong for wrong, _ in shares.values()), 0.0), 0.9)
-    scaled = {name: ((wrong - base) / (1 - base), error / (1 - base)) for name, (wrong, error) in shares.items()}
+        base = min(wrong for wrong, _ in shares.values())
+    width = chance - min(max(base, 0.0), chance - NARROW)
+    scaled = {name: (1 - (chance - wrong) / width, error / width) for name, (wrong, error) in shares.items()}
     return {name: _combined([of[name] for of in (level, scaled) if name in of]) for name in group}
 
 
@@ -193,7 +201,7 @@ def judged_by_others(
 
     Nobody is accused for nothing but being different (:mod:`medfed.reliability.grouping`); once noisy clients are
     known to be there, others need less evidence.  Bayes' rule with two normals, centred at what the two kinds have in
-    the large groups, and their shares there.
+    the large groups, and even odds: how many are clean there says little of other hospitals.
 
     Args:
         names: of all clients.
@@ -212,14 +220,13 @@ def judged_by_others(
     weights = 1 / error**2
     low = float(np.average(raw[clean], weights=weights[clean]))
     high = max(float(np.average(raw[noisy], weights=weights[noisy])), low + APPARENT)
-    share = (len(clean) + 1) / (len(clean) + len(noisy) + 2)
     found = {}
     for name in names:
         if name not in alone:
             k = at[name]
             # Whoever is beyond a centre is of its kind.
             distance = [min(max(raw[k], low), high) - centre for centre in (low, high)]
-            odds = (distance[1] ** 2 - distance[0] ** 2) / (2 * error[k] ** 2) + math.log(share / (1 - share))
+            odds = (distance[1] ** 2 - distance[0] ** 2) / (2 * error[k] ** 2)
             found[name] = 1 / (1 + math.exp(-max(min(odds, 500.0), -500.0)))
     return found
 

@@ -8,12 +8,12 @@ two groups explain the shares no better than one, nobody is accused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from medfed.reliability.grouping import Grouping, two_groups
+from medfed.reliability.grouping import two_groups
 from medfed.reliability.identification import Verdict
 from medfed.reliability.shares import Summaries, estimate
 
@@ -76,12 +76,20 @@ def judge(
     if renamed:
         pairs = ", ".join(f"{a} and {b}" for a, b in renamed)
         notes.append(f"Most clients seem to have swapped the classes {pairs}: those who did not are the purer ones.")
-    return Verdict(status, posterior, " ".join(notes)), state_of(names, known, raw, error, calls, group, renamed)
+    chance = 1 - 1 / number_of_classes(evidence.values())
+    state = state_of(names, known, raw, error, calls, (group.centre, chance), chance, renamed)
+    return Verdict(status, posterior, " ".join(notes)), state
 
 
 def status_of(clean: float) -> str:
     """What a probability of being clean means."""
     return "clean" if clean > UNSURE[1] else "noisy" if clean < UNSURE[0] else "undetermined"
+
+
+def number_of_classes(evidence: Iterable[EvidenceLike]) -> int:
+    """Number of classes of the task; 2 where nobody says so."""
+    counts = (one.tensors.get("evidence/counts") for one in evidence)
+    return max((len(c) for c in counts if c is not None), default=2)
 
 
 def described(one: EvidenceLike) -> bool:
@@ -144,12 +152,28 @@ def state_of(
     raw: np.ndarray,
     error: np.ndarray,
     calls: np.ndarray,
-    group: Grouping,
+    scale: tuple[float, float],
+    chance: float,
     renamed: tuple[tuple[int, int], ...],
 ) -> dict[str, Any]:
-    """The state for the next call; see :func:`judge`."""
+    """The state for the next call; see :func:`judge`.
+
+    Few samples draw all class means together, and all estimates towards what labels drawn at random have: a raw value
+    is read on the scale from the clean clients' to that one.
+
+    Args:
+        names: of all clients.
+        known: those with an estimate.
+        raw: their estimates.
+        error: of these.
+        calls: how many are pooled in each.
+        scale: raw values of right labels and of labels drawn at random.
+        chance: share of labels drawn at random that is wrong.
+        renamed: pairs of classes that were exchanged.
+    """
+    low, high = scale
     shares: dict[str, Any] = {name: {"wrong": None, "raw": None, "error": None, "calls": 0} for name in names}
     for k, name in enumerate(known[: len(raw)]):
-        wrong = float(min(max((raw[k] - group.centre) / max(1 - group.centre, 1e-6), 0.0), 1.0))
+        wrong = float(min(max(chance * (raw[k] - low) / max(high - low, 1e-6), 0.0), 1.0))
         shares[name] = {"wrong": wrong, "raw": float(raw[k]), "error": float(error[k]), "calls": int(calls[k])}
     return {"shares": shares, "renamed": [list(pair) for pair in renamed]}

@@ -131,7 +131,7 @@ def test_a_group_without_a_clean_client_keeps_its_labels_and_is_measured_with_a_
     done = federation(SECTION, world(noisy, rate=0.66), rounds=3, folder=tmp_path)
     seen = watch(done)
     done.run()
-    assert {c for c, s in done.column("status", 3).items() if s != "clean"} == set(noisy)
+    assert {c for c, s in done.column("status", 1).items() if s != "clean"} == set(noisy)
     assert not any("labels" in memory for memory in memories(done, tmp_path).values())
     assert set(seen[1][1]["clients"]) == {"c0", "c1", "c2", "c3", "c4", *DARK}
     first = done.records[0]["clients"]
@@ -142,6 +142,38 @@ def test_a_group_without_a_clean_client_keeps_its_labels_and_is_measured_with_a_
         for c in g
     }
     assert done.column("need", 1) == pytest.approx({c: min(mean[c], mean["c0"]) for c in SIZES})
+
+
+def silent_at_first(client, message):
+    raise RuntimeError("not there yet")
+
+
+def test_who_was_not_there_is_judged_at_the_next_checkpoint_by_the_initial_model():
+    done = federation(SECTION, world(), rounds=5)
+    host, tasks = done.server.engine.host, done.method.tasks
+    host._tasks = {
+        **tasks,
+        "identify": lambda c, m: (silent_at_first if c.name in ("c3", "c8") else tasks["identify"])(c, m),
+    }
+    seen = watch(done)
+    done.run()
+    first, later = done.column("status", 1), done.column("status", 3)
+    assert {c for c, s in first.items() if s == "undetermined"} == {"c3", "c8"} & set(first)
+    assert {c for c, s in later.items() if s != "clean"} == set(NOISY)
+    reviews = [options for task, options, _ in seen if task == "review"]
+    assert len(reviews) == 1
+    assert same_state(reviews[0]["message"].group("reference"), done.initial)
+    assert "initial" not in done.server.notes
+    assert done.server.notes["evidence"].values["peers"] == [["c0", "c1", "c2", "c3", "c4"], list(DARK)]
+
+
+def test_verdicts_are_judged_again_where_wanted():
+    done = federation({**SECTION, "revise": True}, world(), rounds=3)
+    seen = watch(done)
+    done.run()
+    assert [set(o["clients"]) for task, o, _ in seen if task == "review"] == [set(SIZES)]
+    assert {s["calls"] for s in done.server.notes["evidence"].values["shares"].values()} == {2}
+    assert {c for c, s in done.column("status", 3).items() if s != "clean"} == set(NOISY)
 
 
 def test_with_nobody_noisy_weights_follow_need_alone():
@@ -156,7 +188,8 @@ def test_with_nobody_noisy_weights_follow_need_alone():
 @pytest.mark.parametrize("noisy", [(), ("c0", "c1", "c6")])
 def test_with_one_quality_it_is_oct_fedsir_where_its_own_settings_are_off(noisy):
     data = world(noisy, bad=())
-    common = {"period": 2, "identification": "evidence", "teacher_weight": 0.3}
+    common = {"period": 2, "identification": "evidence", "revise": True, "teacher_weight": 0.3}
+    common |= {"relabelling": "published"}
     usual = federation({"name": "oct_fedsir", **common}, data, rounds=4)
     merit = federation({"name": "fedmerit", **common, "salt": False, "daagg": True}, data, rounds=4)
     seen = watch(merit)
@@ -215,7 +248,7 @@ def untimed(records):
 
 
 @pytest.mark.parametrize(
-    ("task", "round"), [("identify", 0), ("need", 1), ("train", 2), ("review", 3), ("describe", 3), ("relabel", 3)]
+    ("task", "round"), [("identify", 0), ("need", 1), ("train", 2), ("describe", 3), ("relabel", 3), ("train", 3)]
 )
 def test_a_run_killed_in_any_stage_goes_on_bitwise(whole, tmp_path, task, round):
     done, _, kept = whole

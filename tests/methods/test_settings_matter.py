@@ -50,6 +50,9 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("q_fedavg", "optimizer"): {"learning_rate": 0.01},
     ("fedcorr", "beta"): {"iterations": 2},
     ("*", "compare"): {"identification": "evidence"},
+    ("*", "revise"): {"identification": "evidence"},
+    ("fedmerit", "keep_unknown"): {"relabelling": "published"},
+    ("fedmerit", "relabel_from"): {"relabelling": "published"},
     **{
         ("fedmerit", key): {"identification": "published"}
         for key in ("balanced", "maximum", "absolute", "augmented", "mixture_seed")
@@ -86,9 +89,12 @@ OTHER: dict[tuple[str, str], Any] = {
     ("fedned", "steps"): 3,
     ("fedned", "dropout"): 0.9,
     ("fedned", "confidence"): 0.9,
+    ("fedmerit", "confidence"): 0.9,
+    ("fedmerit", "measure"): {"rho": 0.2},
 }
 """Another value where the derived one would make no difference."""
 SAME: dict[tuple[str, str], str] = {
+    ("fedmerit", "correct_undetermined"): "nobody is undetermined here",
     ("*", "mixture_seed"): "the best of thirty starts is the same from another seed",
 }
 """Settings that make no difference here, and why."""
@@ -176,7 +182,7 @@ def world(qualities: int = 1) -> dict[str, ArrayDataset]:
             observed[wrong] = (observed[wrong] + draw.integers(1, 3, len(wrong))) % (4 if client != "c4" else 3)
         pixels = prototypes[true] + draw.normal(0, 35, (len(true), 16))
         if qualities == 2 and client in ("c2", "c5", "c6"):
-            pixels = 0.5 * np.where(np.arange(16) % 2, 255 - pixels, pixels)
+            pixels = np.where(np.arange(16) % 2, 230, 25) + 0.15 * (pixels - 128)
         images = pixels.clip(0, 255).astype(np.uint8).reshape(-1, 1, 4, 4)
         data[client] = ArrayDataset(images, np.arange(len(true)), torch.from_numpy(observed))
     return data

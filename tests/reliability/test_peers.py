@@ -12,7 +12,7 @@ from planted_evidence import CLASSES, DIMENSION, client
 from medfed.federation.messages import check_plain
 from medfed.reliability.evidence import evidence
 from medfed.reliability.peers import distance, judge_among_peers, judged_by_others, peer_groups
-from medfed.reliability.verdicts import judge
+from medfed.reliability.verdicts import judge, state_of
 from medfed.seeding import torch_generator
 
 BAD = ("c6", "c7", "c8", "c9")
@@ -154,15 +154,30 @@ def test_few_clients() -> None:
 
 
 def test_small_groups_need_less_evidence_where_noisy_clients_are_known() -> None:
-    """Centres at 0 and 0.5, three clean and one noisy client: (3 + 1) / (4 + 2) and Bayes' rule by hand."""
+    """Centres at 0 and 0.5, and Bayes' rule with even odds by hand."""
     names = ["a", "b", "c", "d", "x", "y", "z"]
     raw = np.array([0.0, 0.1, -0.1, 0.5, 0.3, 0.6, -0.2])
     alone = {"a": 0.9, "b": 0.99, "c": 1.0, "d": 0.0}
     found = judged_by_others(names, raw, np.full(7, 0.2), alone)
-    odds = (0.2**2 - 0.3**2) / (2 * 0.04) + math.log(2)
+    odds = (0.2**2 - 0.3**2) / (2 * 0.04)
     assert found["x"] == pytest.approx(1 / (1 + math.exp(-odds)))
     # Beyond a centre counts as at it.
-    assert found["y"] == pytest.approx(1 / (1 + math.exp(0.25 / 0.08 - math.log(2))))
-    assert found["z"] == pytest.approx(1 / (1 + math.exp(-0.25 / 0.08 - math.log(2))))
+    assert found["y"] == pytest.approx(1 / (1 + math.exp(0.25 / 0.08)))
+    assert found["z"] == pytest.approx(1 / (1 + math.exp(-0.25 / 0.08)))
     assert set(found) == {"x", "y", "z"}
     assert judged_by_others(names, raw, np.full(7, 0.2), {"a": 1.0, "b": 1.0}) == {}
+
+
+def test_share_of_wrong_labels_is_read_between_right_labels_and_labels_drawn_at_random() -> None:
+    """Raw values of 0.3 and 0.75 are those of right labels and of labels of four classes drawn at random."""
+    raw, error, calls = np.array([0.3, 0.5, 0.9, 0.2, 1.5]), np.full(5, 0.1), np.ones(5, dtype=int)
+    state = state_of(list("abcdef"), list("abcde"), raw, error, calls, (0.3, 0.75), 0.75, ())
+    found = {name: share["wrong"] for name, share in state["shares"].items()}
+    # 0.75 * (raw - 0.3) / 0.45, between 0 and 1
+    assert found == {"a": 0.0, "b": pytest.approx(1 / 3), "c": pytest.approx(1.0), "d": 0.0, "e": 1.0, "f": None}
+
+
+def test_share_of_wrong_labels_is_near_the_truth() -> None:
+    noisy = ("c0", "c3", "c7")
+    _, state = judge_among_peers(federation(noisy, rate=0.5))
+    assert all(abs(state["shares"][c]["wrong"] - (0.5 if c in noisy else 0.0)) < 0.25 for c in state["shares"])
