@@ -193,8 +193,8 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
 @pytest.mark.parametrize(
     ("name", "cells", "axes"),
     [
-        ("fedism_ich", 18 * 3 * 3, ["condition.partition.corrupted"]),
-        ("oct_fedsir_kermany", 12 * 3 * 2 * 6 * 3, ["condition.partition.alpha", NOISE]),
+        ("fedism_ich", 21 * 3 * 3, ["condition.partition.corrupted"]),
+        ("oct_fedsir_kermany", 16 * 3 * (1 + 7 + 6) * 3, ["condition.partition.alpha", NOISE]),
         ("quality_small", 9 * 2 * 3, ["condition.partition.corrupted"]),
         ("noise_small", 9 * 4 * 3, [NOISE]),
     ],

@@ -81,6 +81,7 @@ def make_grid(
         for seed in seeds:
             for label, settings in methods.items():
                 name = "-".join(filter(None, (slug(condition), slug(label), f"s{seed}")))
+                name += "-again" if (folder / name).exists() else ""
                 entries.append({"condition": condition, "method": label, "seed": seed, "folder": name})
                 if (condition, label, seed) in (failed or {}):
                     failures[name] = (failed or {})[condition, label, seed]

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 from fake_grid import images, labels, make_grid, method
@@ -14,10 +15,12 @@ from typer.testing import CliRunner
 
 from medfed.cli import app
 from medfed.errors import MedfedError
+from medfed.grid import write_content
+from medfed.grid_file import load_grid
 from medfed.report.grid import grid_tables, write_grid_report
 from medfed.report.grid_cells import load_cells
 from medfed.report.paper.charts import matrices
-from medfed.report.paper.figures import ratio_of_corrupted
+from medfed.report.paper.figures import against_rate, exponent, ratio_of_corrupted
 from medfed.report.paper.layouts import layouts, to_csv
 from medfed.report.paper.sheets import Sheet, sheet, to_latex
 from medfed.report.paper.significance import difference_sheet, families, rank_sheet, rows
@@ -349,6 +352,63 @@ def test_wrong_labels_and_corrupted_images_at_once(tmp_path):
     )
     one = next(f for f in families(cells) if f.key == "clean/accuracy")
     assert {c for c, _ in one.tests[0].differences} == {"images", "labels", "both"}
+
+
+ONE = ["oct-fedsir-1", "oct-fedsir-1-f1", "oct-fedsir-2", "oct-fedsir-2-accuracy", "oct-fedsir-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "figures"),
+    [
+        (
+            "fedism_ich",
+            [f"fedism-{n}-{k}" for n in (1, 2, 3) for k in (1, 2, 3)],
+            ["4-1", "5-1", "5-2", "5-3"],
+        ),
+        ("quality_small", [f"fedism-{n}-{k}" for n in (1, 2, 3) for k in (1, 2)], ["4-1"]),
+        (
+            "oct_fedsir_kermany",
+            [*ONE, "oct-fedsir-4", *[f"oct-fedsir-s{k}{mark}" for k in (1, 2) for mark in ("", "-f1")]],
+            ["symmetric", "symmetric-accuracy", "asymmetric", "asymmetric-accuracy"],
+        ),
+        (
+            "noise_small",
+            [*ONE, *[f"oct-fedsir-s{k}{mark}" for k in (1, 2) for mark in ("", "-f1")]],
+            ["symmetric", "symmetric-accuracy"],
+        ),
+    ],
+)
+def test_the_grids_that_come_with_medfed_have_their_papers_layouts(tmp_path, name, tables, figures):
+    grids = Path(__file__).parents[2] / "configs" / "grids"
+    grid = load_grid(
+        grids / f"{name}.yaml", [f"cohort.root={tmp_path}", "overrides.weights=null", f"output={tmp_path}"]
+    )
+    grid.folder.mkdir()
+    write_content(grid)
+    content = json.loads((grid.folder / "grid.json").read_text())
+
+    def numbers(condition, label, seed, round_):
+        found = fair(condition, label, seed, round_)
+        found["clean"] |= {"accuracy": 0.5, "f1_macro": 0.5}
+        if "fedsir" in label:
+            found["identification"] = {"clean_f1": 1.0, "accuracy": 1.0}
+            found["relabelling"] = {"edit_rate": 0.5, "recovery": 0.5}
+        return found
+
+    # Of several concentrations the first is enough.
+    kept = {c: f for c, f in content["conditions"].items() if not c.startswith("alpha") or c.startswith("alpha 2.0")}
+    cells = load_cells(make_grid(tmp_path / "g", content["methods"], kept, numbers, seeds=[0], rounds=1))
+    assert [t.id for t in layouts(cells).tables] == tables
+    found = [ratio_of_corrupted(cells), exponent(cells), against_rate(cells)]
+    assert [c.id.partition("figure-")[2] for part in found if not isinstance(part, str) for c in part] == figures
+    if name == "oct_fedsir_kermany":
+        assert (
+            "mean over 13 conditions" in shown(cells, "oct-fedsir-1").caption
+        )  # 117 over concentrations and data sets
+        assert [line.label for line in shown(cells, "oct-fedsir-4").lines] == [
+            "oct_fedsir (full)",
+            *[f"w/o {part} (oct_fedsir w/o {part})" for part in ("DaAgg", "LA", "KD", "relabelling")],
+        ]
 
 
 # --- tests of differences
