@@ -75,11 +75,11 @@ class Cell:
     data: str
     clients: int
     clean: int
-    corrupted: int
     kind: str
     rate: float
     alpha: float
     seed: int
+    corrupted: int = 0
 
     def key(self) -> tuple[str, ...]:
         return tuple(str(getattr(self, k)) for k in KEYS)
@@ -114,7 +114,7 @@ class Images:
         return id(self)
 
 
-def load(name: str, root: Path, weights: Path, cache: Path, side: int, corrupted: bool) -> Images:
+def load(name: str, root: Path, weights: Path, cache: Path, side: int = 128, corrupted: bool = False) -> Images:
     """Reads a cohort and its pooled features, computed once."""
     reader, bundle_name = READERS[name]
     module = get_reader(reader)
@@ -151,7 +151,7 @@ def cells(args: argparse.Namespace) -> Iterator[Cell]:
         clients, clean = map(int, federation.split("/"))
         noises = [("none", 0.0)] if clean == clients else itertools.product(("symmetric", "asymmetric"), args.rates)
         for (kind, rate), alpha in itertools.product(list(noises), args.alphas):
-            yield Cell(name, clients, clean, args.corrupted, kind, rate, alpha, seed)
+            yield Cell(name, clients, clean, kind, rate, alpha, seed, args.corrupted)
 
 
 def ranking(score: np.ndarray, positive: np.ndarray) -> float:
