@@ -32,6 +32,7 @@ MEMORY = (
     "audit_residual",
     "audit_loo_label",
     "audit_loo_margin",
+    "audit_posterior",
 )
 """What is read of a client's memory."""
 ATTEMPTS = 5

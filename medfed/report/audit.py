@@ -1,12 +1,15 @@
 """The work list of one client: which of its observed labels are worth a look, best first, and why.
 
-Made from what the client itself has: sample ids, observed labels and the evidence in its memory.  Three criteria may
+Made from what the client itself has: sample ids, observed labels and the evidence in its memory.  These criteria may
 speak, each on its own:
 
 - ``representative`` (S_R): how much of a sample's features lies along each class's reference direction; the largest
   wins (OCT-FedSIR, stage III; see :mod:`medfed.reliability.relabelling`);
 - ``residual`` (S_N): how much lies in each class's residual directions; the smallest wins;
-- ``left_out``: the class predicted for a sample from the client's other samples (leave-one-out).
+- ``left_out``: the class predicted for a sample from the client's other samples (leave-one-out);
+- ``posterior`` (with ``relabelling: posterior``): the most probable class given features and observed label.  It
+  weighs the features against the label already, so that where it speaks its margin alone is the strength, which goes
+  before the number of criteria, and its class is the one proposed.
 
 A criterion *contradicts* an observed label where its margin is above 0.  The order of the list is, first to last:
 how many criteria contradict; the strength, which is the mean over the criteria of a margin's mid-rank among all of
@@ -106,6 +109,9 @@ def work_list(
     targets = observed if evidence.targets is None else evidence.targets
     proposals = evidence.proposals if len(evidence.proposals) else np.zeros((0, count), np.int64)
     contrary = np.where(proposals == observed, -1, proposals)
+    decisive = "posterior" in found
+    if decisive:
+        points = np.concatenate([points, np.repeat(points[-1:], len(points), axis=0)])
     proposed = _proposed(points, contrary, targets, observed, size)
     contradicting = (margins > 0).sum(axis=0)
     same = ((contrary == proposed) & (proposed >= 0)).sum(axis=0)
@@ -129,12 +135,13 @@ def work_list(
             "checkpoints_other": other,
             "checkpoints": len(proposals),
             "always_same": np.where(same + other == 0, "", np.where(other == 0, "yes", "no")),
-            "strength": strength(margins),
+            "strength": strength(margins[-1:] if decisive else margins),
         }
     )[listed]
     share = table["checkpoints_proposing"] / max(len(proposals), 1)
+    order_by = ["strength", "contradicting"] if decisive else ["contradicting", "strength"]
     table = table.assign(share=share).sort_values(
-        ["contradicting", "strength", "share", "sample"], ascending=[False, False, False, True], kind="stable"
+        [*order_by, "share", "sample"], ascending=[False, False, False, True], kind="stable"
     )
     order = table.index.to_numpy()
     table = table.drop(columns="share").reset_index(drop=True)
@@ -193,9 +200,10 @@ def reason(row: Mapping[str, Any], without_reference: set[str] | frozenset[str] 
 
 def _checkpoints(row: Mapping[str, Any]) -> str:
     same, other, total = row["checkpoints_proposing"], row["checkpoints_other"], row["checkpoints"]
+    who = "relabelling decided for" if "posterior_margin" in row else "the two spectral criteria agreed on"
     if not same + other:
-        return f"the two spectral criteria agreed on another label at none of {total} checkpoints"
-    said = f"the two spectral criteria agreed on {row['proposed']} at {same} of {total} checkpoints"
+        return f"{who} another label at none of {total} checkpoints"
+    said = f"{who} {row['proposed']} at {same} of {total} checkpoints"
     return f"{said}, on yet another label at {other}" if other else said
 
 

@@ -15,6 +15,7 @@ CRITERIA = {
     "representative": "class direction",
     "residual": "residual directions",
     "left_out": "leave-one-out prediction",
+    "posterior": "posterior of features and label",
 }
 """The criteria and what they are called in sentences."""
 
@@ -28,6 +29,8 @@ class Evidence:
         proposals: int64 ``[checkpoints, N]``: the class both spectral criteria agreed on, or -1.
         representative: S_R ``[N, C]`` of the last checkpoint, NaN for a class without reference; or None.
         residual: S_N ``[N, C]``, likewise.
+        posterior: probability of each class given features and observed label ``[N, C]``, NaN where nothing can be
+            said; or None.
         left_out: int64 ``[N]``: leave-one-out prediction (-1: none); or None.
         left_out_margin: ``[N]``: how strongly it contradicts the observed label, above 0 where it does.
         targets: int64 ``[N]``: current training targets; None before the first relabelling.
@@ -40,6 +43,7 @@ class Evidence:
     left_out: np.ndarray | None = None
     left_out_margin: np.ndarray | None = None
     targets: np.ndarray | None = None
+    posterior: np.ndarray | None = None
 
     @classmethod
     def of(cls, memory: Mapping[str, Any]) -> Evidence | None:
@@ -58,6 +62,7 @@ class Evidence:
             left_out=array("audit_loo_label", np.int64),
             left_out_margin=array("audit_loo_margin", np.float64),
             targets=array("labels", np.int64),
+            posterior=array("audit_posterior", np.float64),
         )
         return found if len(found.proposals) or found.spectral or found.leave_one_out else None
 
@@ -135,6 +140,8 @@ def signals(evidence: Evidence, observed: np.ndarray) -> dict[str, Signal]:
         found["residual"] = spectral_signal(evidence.residual, observed, smallest=True)
     if evidence.left_out is not None and evidence.left_out_margin is not None:
         found["left_out"] = left_out_signal(evidence.left_out, evidence.left_out_margin, observed)
+    if evidence.posterior is not None:
+        found["posterior"] = spectral_signal(evidence.posterior, observed)
     return found
 
 
@@ -159,6 +166,7 @@ def check(evidence: Evidence, count: int, size: int) -> None:
         ("audit_proposals", evidence.proposals if evidence.proposals.size else None, (len(evidence.rounds), count)),
         ("audit_representative", evidence.representative, (count, size)),
         ("audit_residual", evidence.residual, (count, size)),
+        ("audit_posterior", evidence.posterior, (count, size)),
         ("audit_loo_label", evidence.left_out, (count,)),
         ("audit_loo_margin", evidence.left_out_margin, (count,)),
         ("labels", evidence.targets, (count,)),

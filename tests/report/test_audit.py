@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -141,6 +142,22 @@ def test_leave_one_out_alone():
     assert found.table["sample"].tolist() == ["y", "x"]
     assert found.criteria == ("left_out",)
     assert found.table["checkpoints"].tolist() == [0, 0]
+
+
+def test_posterior_decides_order_and_proposal():
+    """It points elsewhere than the three others and its margin alone is the strength."""
+    probability = np.array([[0.2, 0.1, 0.7], [0.1, 0.8, 0.1], [0.9, 0.05, 0.05], [0.3, 0.1, 0.6]])
+    found = work_list(SAMPLES, OBSERVED, CLASSES, replace(by_hand(), posterior=probability))
+    assert found.criteria == ("representative", "residual", "left_out", "posterior")
+    rows = found.table.set_index("sample")
+    # (best other - own) / larger: 0.5 / 0.7, -0.7 / 0.8, 0.85 / 0.9, -0.3 / 0.6.
+    assert rows["posterior_margin"]["a"] == pytest.approx(0.5 / 0.7)
+    assert list(found.table["sample"])[:2] == ["c", "a"]
+    assert rows["strength"]["c"] == pytest.approx(3.5 / 4)
+    assert rows["proposed"]["a"] == "NORMAL"
+    assert rows["proposed"]["c"] == "CNV"
+    assert "relabelling decided for" in rows["reason"]["c"]
+    assert "irection and posterior of features and label point to CNV, not DME" in rows["reason"]["c"]
 
 
 def test_order_is_criteria_then_strength_then_checkpoints_then_sample():
