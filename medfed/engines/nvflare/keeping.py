@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock, Timeout
 
 from medfed.engines.nvflare.participant import FILES, MODULES, healthy
 from medfed.errors import ConfigError, FederationError, MedfedError
@@ -100,11 +101,25 @@ def status(kit: Path) -> Iterator[str]:
 def _at_server(run: Path) -> Iterator[str]:
     meta = _json(run / "run.json")
     lines = (run / "records.jsonl").read_bytes().splitlines() if (run / "records.jsonl").is_file() else []
-    yield f"run {run.name}: {meta.get('method')}, {meta.get('status')}, round {len(lines)} of {meta.get('rounds')}"
+    state = meta.get("status")
+    if state == "running" and not _held(run / ".lock"):
+        state = "broken off (submit its job again)"
+    yield f"run {run.name}: {meta.get('method')}, {state}, round {len(lines)} of {meta.get('rounds')}"
     if lines:
         record = json.loads(lines[-1])
         yield f"  last round: {len(record['admitted'])} of {len(record['asked'])} sites counted"
         yield from (f"  {r['client']}: {r['reason']}" for r in record["refused"])
+
+
+def _held(path: Path) -> bool:
+    """Whether a process has the lock of a run: one that was killed leaves the file, and not the lock."""
+    if not path.is_file():
+        return False
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def _at_site(run: Path) -> Iterator[str]:

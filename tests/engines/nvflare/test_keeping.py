@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from medfed.cli import app
@@ -100,10 +101,15 @@ def test_a_server_reads_how_its_runs_stand(kit):
     (run / "run.json").write_text(json.dumps({"method": "fedism", "status": "running", "rounds": 9}))
     record = {"asked": ["a", "b"], "admitted": ["a"], "refused": [{"client": "b", "reason": "is not connected"}]}
     (run / "records.jsonl").write_text(json.dumps(record) + "\n")
-    done = CliRunner().invoke(app, ["nvflare", "status", str(kit)])
+    with FileLock(run / ".lock"):
+        done = CliRunner().invoke(app, ["nvflare", "status", str(kit)])
     assert done.exit_code == 0
+    (run / ".lock").touch()  # left by a server that was killed
+    broken_off = "run r1: fedism, broken off (submit its job again), round 1 of 9"
+    assert list(status(kit))[1] == broken_off
     (run.parent / "mlartifacts").mkdir()  # of MLflow, where the server keeps its record in a file
-    assert CliRunner().invoke(app, ["nvflare", "status", str(kit)]).output == done.output
+    with FileLock(run / ".lock"):
+        assert CliRunner().invoke(app, ["nvflare", "status", str(kit)]).output == done.output
     assert done.output.splitlines() == [
         "north (server): does not run",
         "run r1: fedism, running, round 1 of 9",
