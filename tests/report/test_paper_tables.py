@@ -449,6 +449,16 @@ def test_true_labels_are_no_part_of_the_tests_and_incomplete_methods_of_the_rank
     assert "not ranked, for want of finished cells: fedprox" in rank_sheet(one).notes
 
 
+def test_ranks_are_told_apart_only_where_friedmans_test_rejects(tmp_path):
+    """Two blocks in which three methods stand in opposite order: mean ranks 2, whatever the critical difference."""
+    numbers = lambda c, m, s, t: {"clean": {"accuracy": 0.5 + (1 - 2 * s) * list(TOP).index(m) / 10}}  # noqa: E731
+    methods = {m: NOISY[m] for m in ("fedavg", "fedprox", "pruning")}
+    cells = load_cells(make_grid(tmp_path / "g", methods, {"": labels()}, numbers, seeds=[0, 1], metrics=["accuracy"]))
+    table = rank_sheet(families(cells)[0])
+    assert [[c.text for c in line.cells] for line in table.lines] == [["2.00", "best"]] * 3
+    assert table.notes == ("Friedman's test does not reject that all are alike, so no rank is told from another",)
+
+
 def test_one_method_is_not_tested(tmp_path):
     cells = load_cells(make_grid(tmp_path / "g", {"fedavg": NOISY["fedavg"]}, {"": labels()}, noisy))
     assert families(cells) == []

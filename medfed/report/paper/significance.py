@@ -204,12 +204,17 @@ def rank_sheet(one: Family) -> Sheet | None:
     found = one.ranks
     order = np.argsort(found.ranks, kind="stable")
     best = float(found.ranks[order[0]])
+    rejected = found.p is not None and found.p < LEVEL
     lines = []
     for k in order:
-        apart = float(found.ranks[k]) - best
-        verdict = "best" if k == order[0] else "differs from the best" if apart > found.critical else "not told from it"
+        apart = rejected and float(found.ranks[k]) - best > found.critical
+        verdict = "best" if found.ranks[k] == best else "differs from the best" if apart else "not told from it"
         lines.append(Line(one.ranked[k], (Written(f"{found.ranks[k]:.2f}"), Written(verdict))))
-    notes = [f"not ranked, for want of finished cells: {', '.join(one.unranked)}"] if one.unranked else []
+    notes = [] if rejected else ["Friedman's test does not reject that all are alike, so no rank is told from another"]
+    if found.blocks > max(t.seeds for t in one.tests):
+        notes.append("blocks of one seed share images and partition and are not independent")
+    if one.unranked:
+        notes.append(f"not ranked, for want of finished cells: {', '.join(one.unranked)}")
     return Sheet(
         f"ranks-{one.key.replace('/', '-')}",
         "",
