@@ -48,6 +48,8 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
     table = contents.client_table(run)
     versions = contents.flat(run.meta.get("versions") or {})
     marks = reliability.marks(run)
+    # Without a corruption there is nothing to compare with.
+    shown = [c for c in COLUMNS if any(run.final(f"{c}/{n}", last).rounds for n in names)] or list(COLUMNS)
     view = {
         "run": run,
         "averaged": max((len(run.final(f"{g}/{n}", last).rounds) for g in TEST_SETS for n in names), default=0),
@@ -61,7 +63,8 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "short_data": _short(run.meta.get("data_hash")),
         "ranges": ranges,
         "hardware": contents.flat(run.meta.get("hardware") or {}),
-        "finals": [(metric(n), [final(run, f"{c}/{n}", last) for c in COLUMNS]) for n in names],
+        "finals": [(metric(n), [final(run, f"{c}/{n}", last) for c in shown]) for n in names],
+        "columns": [(c, COLUMN_LABELS[c], COLUMN_MEANINGS[c]) for c in shown],
         "curves": metric_figures(run, names, last),
         "panels": client_figures(run, names, corrupted),
         "participation": plots.inline(
@@ -92,7 +95,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "config": contents.configuration(run),
     }
     # Last, when every file was opened, so that what cannot be read is among the notices.
-    return {**view, "notices": notices(run, last), **common()}
+    return {**common(), **view, "notices": notices(run, last)}
 
 
 def comparison_view(result: Comparison, title: str) -> dict[str, Any]:

@@ -193,6 +193,16 @@ def test_each_missing_file_costs_only_what_it_holds(tmp_path, name, lost):
     assert {k for k, v in found.items() if v is None} == lost
 
 
+def test_columns_in_which_nothing_was_measured_are_left_out(make):
+    records = [{"round": 1, "evaluation": {"clean": {"accuracy": 0.5}, "clients": {"a": {"accuracy": 0.25}}}}]
+    page = Page(write_report(make("clean", records)).read_text(encoding="utf-8"))
+    row = page.row("Accuracy (%)")
+    assert row[1].startswith("50.00")
+    assert row[2].startswith("25.00")
+    # The name, two columns, and which direction is better.
+    assert len(row) == 4
+
+
 def test_a_bare_run_and_a_run_without_rounds(make):
     page = Page(write_report(make("bare", [{"round": 1}])).read_text(encoding="utf-8"))
     assert "Evaluation: not recorded" in page.text
