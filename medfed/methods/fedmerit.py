@@ -58,6 +58,8 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
         follow: what need is: ``perturbed_loss``, the loss within the radius, or ``sharpness``, its rise alone.
         q: how strongly weights follow the need of a group.
         beta: share of the new need in the moving average over rounds; 1 switches it off.
+        at_once: targets are corrected before the first round already, from features of the model that training begins
+            with; otherwise at the first checkpoint.
         purity: weights of clients that are not judged clean are reduced by their estimated share of wrong labels.
         daagg: instead of ``purity``, they are reduced by the distance of their models to the nearest clean one.
     """
@@ -72,6 +74,7 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     follow: Literal["sharpness", "perturbed_loss"] = "perturbed_loss"
     q: float = Field(1.0, ge=0)
     beta: float = Field(0.5, gt=0, le=1)
+    at_once: bool = True
     purity: bool = True
     daagg: bool = False
 
@@ -96,6 +99,8 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
             found += self.idle(by_need, "identification: published")
         elif self.compare == "all":
             found += self.idle(by_need, "compare: all")
+        if not self.relabel:
+            found += self.idle(("at_once",), "relabel: false")
         if self.daagg:
             found += self.idle(("purity",), "daagg: true")
         return found
@@ -134,6 +139,8 @@ def program(server: Server, settings: FedMeritSettings) -> Iterator[RoundReport]
             held = later_verdict(server, settings, settings.prior(), keep=settings.relabel)
             if settings.relabel:
                 _checkpoints(server, settings, held)
+        elif round == 1 and settings.relabel and settings.at_once:
+            _checkpoints(server, settings, held=False)
         needs = _needs(server, settings, round) if settings.saga else {}
         yield _one_round(server, settings, round, needs)
 
