@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,15 @@ def test_a_start_is_checked_first(kit: Path, capsys):
     done = CliRunner().invoke(app, ["nvflare", "start", str(kit), "--check"])
     assert done.exit_code == 2
     assert "names no server or no certificate" in done.output
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "4"), ("2", "2")])
+def test_a_start_limits_the_arenas_of_malloc_as_start_sh_does(tmp_path, monkeypatch, given, found):
+    """Otherwise each of NVFlare's threads keeps free memory of its own, and the server's process grows."""
+    seen = []
+    monkeypatch.setattr(participant, "read_kit", lambda role, folder: participant.Kit(folder, role, "n", "o", 1))
+    monkeypatch.setattr(os, "execv", lambda path, words: seen.append(os.environ["MALLOC_ARENA_MAX"]))
+    monkeypatch.setenv("MALLOC_ARENA_MAX", given) if given else monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    participant.main(["site", str(tmp_path)])
+    assert seen == [found]
+    monkeypatch.delenv("MALLOC_ARENA_MAX")

@@ -98,5 +98,6 @@ def test_memory_of_the_servers_process_is_flat(tmp_path):
             os.killpg(process.pid, 9)
     assert process.returncode == 0
     assert len(after) == 40
-    early, late = sorted(after[9:19])[5], sorted(after[29:39])[5]
-    assert late - early < 20, after  # twenty rounds apart; one model kept a round would be 98 MB
+    # The least of ten rounds: models that are on their way at the moment do not count.
+    early, late = min(after[9:19]), min(after[29:39])
+    assert late - early < 30, after  # twenty rounds apart; one model kept a round would be 98 MB
