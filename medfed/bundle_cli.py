@@ -42,6 +42,7 @@ def check(
     found = check_bundle(bundle, expect, parse_sets(sets or []), allow or [])
     typer.echo(f"{found.folder.name} {found.version}: nothing to object to in {len(found.files)} files")
     typer.echo(f"hash {found.hash}")
+    typer.echo(f"folder {found.folder.absolute()}")
 
 
 def parse_sets(sets: list[str]) -> dict[str, Any]:

@@ -396,7 +396,8 @@ def test_command(own, capsys):
     with pytest.raises(SystemExit) as left:
         app(["bundle", "check", NAMES[0], "--hash", found.hash, "--set", "batch_size=4"])
     assert left.value.code == 0
-    assert found.hash in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [f"hash {found.hash}", f"folder {found.folder.absolute()}"]
 
 
 def test_check_leaves_heavy_modules_alone():

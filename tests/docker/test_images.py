@@ -108,6 +108,14 @@ def test_only_what_is_needed_is_sent_to_the_builder():
     assert [p for p in out if not ignored(p)] == []
 
 
+def test_another_index_gives_nothing_but_what_is_asked_of_it():
+    """PyTorch's index mirrors some versions of some packages only: with the pinned ones the build would end there."""
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    elsewhere = [line for line in text.replace("\\\n", " ").splitlines() if "index-url" in line]
+    assert len(elsewhere) == 1
+    assert "--no-deps" in elsewhere[0]
+
+
 def test_every_dependency_has_a_version_that_the_package_allows():
     extras = PROJECT["optional-dependencies"]["nvflare"]
     direct = [Requirement(text) for text in PROJECT["dependencies"] + extras]
