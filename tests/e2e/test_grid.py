@@ -196,7 +196,7 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
         ("fedism_ich", 21 * 3 * 3, ["condition.partition.corrupted"]),
         ("oct_fedsir_kermany", 16 * 3 * (1 + 7 + 6) * 3, ["condition.partition.alpha", NOISE]),
         ("quality_small", 9 * 2 * 3, ["condition.partition.corrupted"]),
-        ("noise_small", 9 * 4 * 3, [NOISE]),
+        ("noise_small", 12 * 2 * (1 + 3 + 3) * 3, ["condition.partition.alpha", NOISE]),
     ],
 )
 def test_the_grids_that_come_with_medfed_are_valid(tmp_path, name, cells, axes):

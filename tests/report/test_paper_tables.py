@@ -374,7 +374,7 @@ ONE = ["oct-fedsir-1", "oct-fedsir-1-f1", "oct-fedsir-2", "oct-fedsir-2-accuracy
         (
             "noise_small",
             [*ONE, *[f"oct-fedsir-s{k}{mark}" for k in (1, 2) for mark in ("", "-f1")]],
-            ["symmetric", "symmetric-accuracy"],
+            ["symmetric", "symmetric-accuracy", "asymmetric", "asymmetric-accuracy"],
         ),
     ],
 )
