@@ -148,8 +148,7 @@ def posterior(features: Tensor, observed: Tensor, moments: ClassMoments, inside:
     :math:`d_c^2 = (x-m_c)^\top(S+\lambda I)^{-1}(x-m_c)`, S the covariance within classes, :math:`\lambda` its mean
     eigenvalue and s = 0.3.  Expectation (the posterior of each sample) and maximisation (J, and the means, in which the
     samples of the reference count more than the client's own) alternate.  A distance is always to the mean without the
-    sample itself, and made free of the bias by which a mean of few samples is further off:
-    :math:`d_c^2 - \mathrm{tr}(S(S+\lambda I)^{-1}) / n_c`.
+    sample itself.
 
     Args:
         features: ``[N, d]``.
@@ -168,7 +167,7 @@ def posterior(features: Tensor, observed: Tensor, moments: ClassMoments, inside:
     if int(known.sum()) < 2 or not bool(usable.any()):
         return Posterior(probability, torch.zeros(size, size, dtype=torch.float64))
     own = own[usable]
-    x, reference, blur = _white(x[usable], moments)
+    x, reference = _white(x[usable], moments)
     label = torch.nn.functional.one_hot(own, size).to(torch.float64)
     prior = RIGHT * torch.eye(size, dtype=torch.float64) + (1 - RIGHT) / known.sum()
     prior = PRIOR * prior * (known[:, None] & (label.sum(dim=0) > 0))
@@ -179,7 +178,7 @@ def posterior(features: Tensor, observed: Tensor, moments: ClassMoments, inside:
     for _ in range(STEPS):
         rest = (weight - part).clamp(min=1e-9)
         far = squares + means.square().sum(dim=1) - 2 * x @ means.T
-        far = far * (weight / rest).square() - blur / rest
+        far = far * (weight / rest).square()
         fit = torch.where(known, -0.5 * SHARPNESS * far, -math.inf)
         inner = torch.softmax(fit + (joint / joint.sum()).T[own].log(), dim=1)
         joint = prior + inner.T @ label
@@ -191,15 +190,14 @@ def posterior(features: Tensor, observed: Tensor, moments: ClassMoments, inside:
     return Posterior(probability, joint / joint.sum())
 
 
-def _white(x: Tensor, moments: ClassMoments) -> tuple[Tensor, Tensor, float]:
-    """Samples ``[N, p]`` and means ``[C, p]`` where classes are round, and the mean square of a sample's distance."""
+def _white(x: Tensor, moments: ClassMoments) -> tuple[Tensor, Tensor]:
+    """Samples ``[N, p]`` and means ``[C, p]`` in coordinates in which classes are round."""
     freedom = float((moments.counts.sum() - (moments.counts > 0).sum()).clamp(min=1))
     covariance = moments.scatter / freedom
     level = max(float(covariance.diagonal().mean()) * SHRINK, 1e-12)
     root = torch.linalg.cholesky(covariance + level * torch.eye(len(covariance), dtype=torch.float64))
     white = torch.linalg.solve_triangular(root, torch.cat([x, moments.means]).T, upper=False).T
-    spread = torch.cholesky_solve(covariance, root).trace()
-    return white[: len(x)], white[len(x) :], float(spread)
+    return white[: len(x)], white[len(x) :]
 
 
 def proposals(probability: Tensor, confidence: float = 0.0) -> Tensor:
