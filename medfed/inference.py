@@ -21,7 +21,7 @@ from medfed.data.cohort import Task
 from medfed.data.decode import Probe, Undecodable, probe
 from medfed.data.readers.scan import scan
 from medfed.data.store_build import Job, Pipeline, Work, make, to_unit
-from medfed.errors import DataError
+from medfed.errors import ConfigError, DataError
 from medfed.prediction_files import Rule, write_predictions
 from medfed.training.bundle import PIPELINE_VERSION
 from medfed.training.predict import evaluating
@@ -46,6 +46,27 @@ class Accepts:
     kind: Literal["hounsfield", "image"] | None = None
     modalities: tuple[str, ...] = ()
     colour: Literal["required", "refused", "any"] = "any"
+
+    def __post_init__(self) -> None:
+        known = {"kind": (None, "hounsfield", "image"), "colour": ("required", "refused", "any")}
+        for key, values in known.items():
+            if (given := getattr(self, key)) not in values:
+                what = f"'{key}' is {given!r}, not one of {', '.join(map(str, values))}."
+                raise ConfigError(what, where="metadata.json: medfed::accepts")
+
+    @classmethod
+    def of(cls, given: Any) -> Accepts:
+        """From what a bundle's metadata says; everything is accepted where it says nothing.
+
+        Raises:
+            ConfigError: another key, or a value that has no meaning.
+        """
+        try:
+            content = dict(given or {})
+            return cls(**{**content, "modalities": tuple(map(str.upper, content.get("modalities", ())))})
+        except (TypeError, ValueError):
+            what = "it must be a mapping with kind, modalities (a list of texts) and colour, and nothing else."
+            raise ConfigError(what, where="metadata.json: medfed::accepts") from None
 
     def header_reason(self, found: Probe) -> str:
         """Why an image does not apply, by its header; empty where it may."""
@@ -168,8 +189,7 @@ class InferenceDataset(torch.utils.data.Dataset):
         accepts: Mapping[str, Any] | None = None,
         study_by: StudyBy = "file",
     ):
-        given = dict(accepts or {})
-        self.accepts = Accepts(**{**given, "modalities": tuple(given.get("modalities", ()))})
+        self.accepts = Accepts.of(accepts)
         self.inputs = list_inputs(source, self.accepts, study_by)
         self.candidates = [k for k, found in enumerate(self.inputs) if not found.reason]
         # MONAI starts no engine without an item, and nothing would be written: the first refused input comes, as such.

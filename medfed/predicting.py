@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from safetensors import SafetensorError
 
 from medfed.config import validate
 from medfed.data.cohort import Task
-from medfed.errors import ConfigError
+from medfed.errors import ConfigError, nearest
 from medfed.inference import About, InferenceDataset, StudyBy, preprocessing_hash, run
 from medfed.prediction_files import RULES, write_predictions
 from medfed.rundir import EXPERIMENT, META
@@ -94,13 +95,23 @@ def _model_of_run(path: Path) -> tuple[Path, dict[str, Any]]:
     file = path / MODEL
     if not file.is_file():
         raise ConfigError("the run has no final model yet.", where=str(path), fix="`medfed resume` it to the end.")
-    return file, read_tensors(file, names=())[1]
+    try:
+        header = read_tensors(file, names=())[1]
+        return file, {key: header[key] for key in ("round", "classes", "task", "bundle_hash")}
+    except (SafetensorError, ValueError, KeyError, OSError):
+        fix = "Copy it again from where the run was made."
+        raise ConfigError("it is damaged, or no model of a run of medfed.", where=str(file), fix=fix) from None
 
 
 def _bundle_of_run(path: Path, header: Mapping[str, Any]) -> TrainingBundle:
     from medfed.training.bundle import TrainingBundle
 
-    experiment = validate(yaml.safe_load((path / EXPERIMENT).read_text(encoding="utf-8")), str(path / EXPERIMENT))
+    try:
+        content = yaml.safe_load((path / EXPERIMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        fix = "Copy the whole folder of the run."
+        raise ConfigError("it is missing or damaged.", where=str(path / EXPERIMENT), fix=fix) from None
+    experiment = validate(content, str(path / EXPERIMENT))
     given = {**experiment.overrides, "classes": header["classes"], "task": header["task"]}
     bundle = TrainingBundle.load(experiment.bundle, given)
     if bundle.content_hash() != header["bundle_hash"]:
@@ -159,7 +170,9 @@ def predict(
     own = metadata.get("medfed", {})
     study = own.get("study", "mean_logits")
     if study not in RULES:
-        raise ConfigError(f"there is no rule '{study}'.", where="metadata.json: medfed::study", fix=f"Known: {RULES}.")
+        raise ConfigError(
+            f"there is no rule '{study}'.", where="metadata.json: medfed::study", fix=nearest(str(study), RULES)
+        )
     pipeline = bundle.pipeline()
     dataset = InferenceDataset(
         source, pipeline.load, pipeline.prepare, pipeline.shape, own.get("accepts"), study_by=study_by
@@ -179,7 +192,13 @@ def predict(
 
 
 def _metadata(root: Path) -> dict[str, Any]:
+    path = root / "configs" / "metadata.json"
     try:
-        return json.loads((root / "configs" / "metadata.json").read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("medfed", {}), dict):
+        raise ConfigError("it is no metadata of a bundle.", where=str(path), fix="See `medfed bundle check`.")
+    return content

@@ -13,12 +13,14 @@ import pytest
 import torch
 from experiments import tiny_experiment
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from medfed.cli import app
 from medfed.data.cohort import Task
 from medfed.data.corruption import to_uint8
 from medfed.errors import ConfigError, DataError
+from medfed.federation.state import write_tensors
 from medfed.inference import Accepts, Collector, InferenceDataset, list_inputs, preprocessing_hash, run
 from medfed.predicting import load_model, predict
 from medfed.prediction_files import study_probabilities
@@ -262,6 +264,58 @@ def test_weights_must_fit(trained, tmp_path):
         load_model(OCT, {}, tmp_path / "absent.pt")
     with pytest.raises(ConfigError, match="there is no bundle"):
         load_model(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "accepts", [{"kind": "mri"}, {"colour": "blue"}, {"colours": "any"}, "image", 5, ["CT"], {"modalities": 5}]
+)
+def test_what_is_accepted_has_a_meaning(accepts):
+    with pytest.raises(ConfigError) as told:
+        Accepts.of(accepts)
+    assert told.value.where == "metadata.json: medfed::accepts"
+
+
+def test_modalities_may_be_written_in_small_letters():
+    assert Accepts.of({"modalities": ["ct"]}).modalities == ("CT",)
+    assert Accepts.of(None) == Accepts()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"medfed": 5}'])
+def test_metadata_that_are_none(text, trained, tmp_path):
+    shutil.copytree(find_bundle(OCT) / "configs", tmp_path / "own" / "configs")
+    (tmp_path / "own" / "configs" / "metadata.json").write_text(text)
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    trained(OCT)
+    model = load_model(tmp_path / "own", SMALL, tmp_path / "weights.pt")
+    with pytest.raises(ConfigError, match="no metadata of a bundle"):
+        predict(model, tmp_path / "a.png", tmp_path / "out", device="cpu")
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("model.safetensors", cut_short, "damaged, or no model of a run"),
+        ("model.safetensors", lambda path: path.write_bytes(b"xx"), "damaged, or no model of a run"),
+        ("model.safetensors", lambda path: save_file({"a": torch.ones(2)}, path), "damaged, or no model of a run"),
+        ("model.safetensors", lambda path: path.unlink(), "no final model yet"),
+        ("experiment.yaml", lambda path: path.unlink(), "missing or damaged"),
+        ("experiment.yaml", lambda path: path.write_text("a: ["), "missing or damaged"),
+        ("experiment.yaml", lambda path: path.write_bytes(b"\xff"), "missing or damaged"),
+    ],
+)
+def test_a_damaged_run_is_told(file, damage, said, tmp_path):
+    header = {"round": 1, "classes": ["a", "b"], "task": "multiclass", "bundle_hash": "x"}
+    write_tensors(tmp_path / "model.safetensors", {"model/w": torch.ones(3)}, header)
+    (tmp_path / "experiment.yaml").write_text("name: x\n")
+    (tmp_path / "run.json").write_text("{}")
+    damage(tmp_path / file)
+    with pytest.raises(ConfigError, match=said) as told:
+        load_model(tmp_path)
+    assert told.value.where == str(tmp_path / file) or file == "model.safetensors"
 
 
 def test_predictions_of_a_run_are_those_that_it_measured(cohort_of, tmp_path):
