@@ -18,7 +18,7 @@ labels (:mod:`medfed.reliability.peers`).
   whichever is larger.
 
 With nobody judged noisy this is FedISM with weights that follow the loss within the radius, by groups; with images of
-one quality it is OCT-FedSIR with sharpness-aware steps, weighted by purity (``daagg``: by distance).
+one quality it is OCT-FedSIR with plain steps (unless ``salt_with: always``), weighted by purity (``daagg``: distance).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     Args:
         salt: sharpness-aware local training; ``false`` switches it off. Its radius is also that of the measured need,
             unless ``measure`` says otherwise.
+        salt_with: ``peers``: sharpness-aware steps only where images differ in quality, which is what they are for; or
+            ``always``.
         measure: radius of the measured need; by default rho of ``salt``, and a constant radius where that of ``salt``
             is bounded: clients must be measured by the same radius.
         saga: weights follow the need of each group of peers; ``false`` leaves sample counts and purity.
@@ -69,6 +71,7 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     revise: bool = False
     relabelling: Literal["published", "posterior"] = "posterior"
     salt: Salt | None = Salt()
+    salt_with: Literal["peers", "always"] = "peers"
     measure: Ball | None = None
     saga: bool = True
     follow: Literal["sharpness", "perturbed_loss"] = "perturbed_loss"
@@ -99,6 +102,10 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
             found += self.idle(by_need, "identification: published")
         elif self.compare == "all":
             found += self.idle(by_need, "compare: all")
+        if self.salt is None:
+            found += self.idle(("salt_with",), "salt: false")
+        elif self.salt_with == "peers" and (self.identification == "published" or self.compare == "all"):
+            found.append("no sharpness-aware steps: nobody has peers; method.salt_with: always takes them all the same")
         if not self.relabel:
             found += self.idle(("at_once",), "relabel: false")
         if self.daagg:
@@ -225,6 +232,8 @@ def _one_round(server: Server, settings: FedMeritSettings, round: int, needs: Ma
         "soften_student": settings.soften_student,
         "distil_on": settings.distil_on,
     }
+    if settings.salt_with == "peers" and len(peers(server)) < 2:
+        request.pop("salt", None)
     message = Message.of(request, model=server.model)
     by_distance = settings.daagg and bool(verdict.clean) and bool(wrong)
     discount = wrong if settings.purity and not settings.daagg and verdict.clean else {}

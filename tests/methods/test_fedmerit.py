@@ -193,13 +193,23 @@ def test_with_one_quality_it_is_oct_fedsir_where_its_own_settings_are_off(noisy)
     common = {"period": 2, "identification": "evidence", "revise": True, "teacher_weight": 0.3}
     common |= {"relabelling": "published"}
     usual = federation({"name": "oct_fedsir", **common}, data, rounds=4)
-    merit = federation({"name": "fedmerit", **common, "salt": False, "daagg": True, "at_once": False}, data, rounds=4)
+    merit = federation({"name": "fedmerit", **common, "daagg": True, "at_once": False}, data, rounds=4)
     seen = watch(merit)
     usual.run(), merit.run()
     assert "need" not in {task for task, _, _ in seen}
     assert usual.column("status", 4) == merit.column("status", 4)
     for one, other in zip(usual.models, merit.models, strict=True):
         assert distance(one, other) < 1e-9
+
+
+@pytest.mark.parametrize(("salt_with", "sharp"), [("peers", False), ("always", True)])
+def test_sharpness_aware_steps_are_taken_where_images_differ_or_always(salt_with, sharp):
+    for bad, expected in ((DARK, True), ((), sharp)):
+        done = federation({**SECTION, "salt_with": salt_with}, world(bad=bad), rounds=1)
+        seen = watch(done)
+        done.run()
+        request = next(options["message"] for task, options, _ in seen if task == "train")
+        assert ("salt" in request.values) is expected
 
 
 def test_with_nobody_clean_all_count_by_their_samples():

@@ -51,6 +51,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("fedcorr", "beta"): {"iterations": 2},
     ("*", "compare"): {"identification": "evidence"},
     ("*", "revise"): {"identification": "evidence"},
+    ("fedmerit", "salt_with"): {"compare": "all"},
     ("fedmerit", "keep_unknown"): {"relabelling": "published"},
     ("fedmerit", "relabel_from"): {"relabelling": "published"},
     **{
