@@ -85,8 +85,8 @@ def status(kit: Path) -> Iterator[str]:
     if process is None:
         yield f"{kit.name} ({role}): does not run"
     else:
-        word = "listens" if role == "server" else "is connected to the server"
-        state = word if healthy(role, kit) else f"but not yet: {word}"
+        words = ("listens", "does not listen") if role == "server" else ("is connected", "is not connected")
+        state = words[0] if healthy(role, kit) else words[1]
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(process.create_time()))
         yield f"{kit.name} ({role}): runs since {since}, {state}"
     folder = kit / RUNS
@@ -127,7 +127,8 @@ def _at_site(run: Path) -> Iterator[str]:
         report, told = _json(own / SITE_REPORT), [f"run {run.name}"]
         if report:
             told += [f"{report['method'].get('name')}", f"{report['training_images']} training images"]
-            told += [f"{report['held_out_images']} held out (tells {report['tells_of_them']} of them)"]
+            if report["held_out_images"]:
+                told += [f"{report['held_out_images']} held out (tells {report['tells_of_them']} of them)"]
         yield ": ".join((told[0], ", ".join(told[1:]))) if told[1:] else told[0]
         for key, value in (report.get("overrides") or {}).items():
             yield f"  overrides {key}: {json.dumps(value)}"
