@@ -30,6 +30,7 @@ from medfed.federation.messages import State
 from medfed.federation.method import Method, MethodSettings
 from medfed.methods.registry import resolve_method
 from medfed.seeding import derive_seed
+from medfed.spreadsheet import inert
 
 if TYPE_CHECKING:
     from medfed.data.arrays import ArrayDataset
@@ -384,6 +385,6 @@ def write_findings(findings: Findings, folder: Path) -> None:
     with open(folder / "unusable.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "reason", "sample"])
-        writer.writerows([u.path, u.reason, u.sample] for u in findings.unusable)
+        writer.writerows(map(inert, (u.path, u.reason, u.sample)) for u in findings.unusable)
     (folder / "corrections.json").write_text(json.dumps(findings.corrections, indent=1, sort_keys=True))
     (folder / "notes.txt").write_text("".join(f"{n}\n" for n in findings.notes), encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from medfed.data.cohort import Task
+from medfed.spreadsheet import inert
 from medfed.training.metrics import log_softmax, sigmoid
 from medfed.training.results import result_folder
 
@@ -116,4 +117,4 @@ def _table(path: Path, names: Sequence[str], rows: Iterable[dict[str, Any]], abo
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*names, *origin], restval="", extrasaction="raise")
         writer.writeheader()
-        writer.writerows({**row, **origin} for row in rows)
+        writer.writerows({k: inert(v) for k, v in (row | origin).items()} for row in rows)

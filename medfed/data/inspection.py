@@ -21,6 +21,7 @@ from medfed.data.header_index import index_headers
 from medfed.data.sheet import Pipeline, picture_sheet, plain_pipeline
 from medfed.data.splits import straddling_patients
 from medfed.seeding import numpy_generator
+from medfed.spreadsheet import inert_table
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -119,9 +120,13 @@ class Inspection:
         text = json.dumps(self.summary(), indent=2, ensure_ascii=False)
         (out / "summary.json").write_text(text + "\n", encoding="utf-8")
         rows = [(u.path, u.reason, u.sample) for u in self.cohort.findings.unusable]
-        pd.DataFrame(rows, columns=["path", "reason", "sample"]).to_csv(out / "unusable.csv", index=False)
-        self.duplicates.to_csv(out / "duplicates.csv", index=False)
-        self.straddling.to_csv(out / "straddling.csv", index=False)
+        tables = {
+            "unusable.csv": pd.DataFrame(rows, columns=["path", "reason", "sample"]),
+            "duplicates.csv": self.duplicates,
+            "straddling.csv": self.straddling,
+        }
+        for name, table in tables.items():
+            inert_table(table).to_csv(out / name, index=False)
         if self.sheet is not None:
             self.sheet.save(out / "sheet.png")
 

@@ -200,10 +200,11 @@ def reason(row: Mapping[str, Any], without_reference: set[str] | frozenset[str] 
 
 def _checkpoints(row: Mapping[str, Any]) -> str:
     same, other, total = row["checkpoints_proposing"], row["checkpoints_other"], row["checkpoints"]
-    who = "relabelling decided for" if "posterior_margin" in row else "the two spectral criteria agreed on"
+    who = "relabelling proposed" if "posterior_margin" in row else "the two spectral criteria agreed on"
+    of = f"of {total} checkpoint{'' if total == 1 else 's'}"
     if not same + other:
-        return f"{who} another label at none of {total} checkpoints"
-    said = f"{who} {row['proposed']} at {same} of {total} checkpoints"
+        return f"{who} another label at none {of}"
+    said = f"{who} {row['proposed']} at {same} {of}"
     return f"{said}, on yet another label at {other}" if other else said
 
 

@@ -22,6 +22,7 @@ from medfed.report.audit import WorkList
 from medfed.report.audit_signals import CRITERIA
 from medfed.report.html import environment, write_page
 from medfed.report.page import common
+from medfed.spreadsheet import inert_table
 
 SIDE = 256
 """Longest side of a thumbnail in pixels; smaller images stay as they are."""
@@ -58,8 +59,8 @@ class Standing:
 
 
 def write_csv(table: pd.DataFrame, out: Path) -> Path:
-    """Writes the list, in UTF-8 with the mark by which spreadsheets recognise it."""
-    return write_page("\ufeff" + table.to_csv(index=False, float_format="%.6g", lineterminator="\n"), out)
+    """Writes the list, in UTF-8 with the mark by which spreadsheets recognise it, and nothing that they would run."""
+    return write_page("\ufeff" + inert_table(table).to_csv(index=False, float_format="%.6g", lineterminator="\n"), out)
 
 
 def write_audit_page(
@@ -149,8 +150,13 @@ def _row(row: dict[str, Any], named: list[tuple[str, str]], thumbnails: Mapping[
         margin, label = row[f"{key}_margin"], row[f"{key}_label"]
         known = bool(np.isfinite(margin))
         # Spectral margins are shares of the larger score, that of leave-one-out is on its own scale.
-        text = "cannot compare" if not known else f"{margin:+.2f}" if key == "left_out" else f"{100 * margin:+.1f} %"
-        signals.append({"words": words, "label": label or "–", "text": text, "against": known and margin > 0})
+        if known:
+            text = f"{margin:+.2f}" if key == "left_out" else f"{100 * margin:+.1f} %"
+        elif not label:
+            text = "cannot compare"
+        else:
+            text = "alone has a score" if label == row["observed"] else f"(no score for {row['observed']})"
+        signals.append({"words": words, "label": label, "text": text, "against": known and margin > 0})
     return {
         **{k: v for k, v in row.items() if not k.startswith(SCORES)},
         "name": path.name if path else row["sample"],

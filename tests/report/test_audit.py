@@ -126,6 +126,12 @@ def test_different_proposals_are_told_apart():
     assert "agreed on NORMAL at 2 of 3 checkpoints, on yet another label at 1" in row["reason"]
 
 
+def test_one_checkpoint_is_no_plural():
+    once = Evidence(rounds=(3,), proposals=np.array([[1, -1]]), left_out=np.array([1, 1]), left_out_margin=np.ones(2))
+    reasons = work_list(["x", "y"], np.array([0, 0]), CLASSES, once).table["reason"]
+    assert [r for r in reasons if "at 1 of 1 checkpoint;" in r or "at none of 1 checkpoint;" in r] == list(reasons)
+
+
 def test_observed_class_without_reference_is_said():
     scores = np.array([[NAN, 2.0, 1.0]])
     proposed = Evidence((1,), np.array([[1]]), scores, np.array([[NAN, 1.0, 2.0]]), targets=np.array([1]))
@@ -156,7 +162,7 @@ def test_posterior_decides_order_and_proposal():
     assert rows["strength"]["c"] == pytest.approx(3.5 / 4)
     assert rows["proposed"]["a"] == "NORMAL"
     assert rows["proposed"]["c"] == "CNV"
-    assert "relabelling decided for" in rows["reason"]["c"]
+    assert "relabelling proposed CNV at 1 of 2 checkpoints" in rows["reason"]["c"]
     assert "irection and posterior of features and label point to CNV, not DME" in rows["reason"]["c"]
 
 
@@ -285,6 +291,29 @@ def test_page_says_what_it_is_and_escapes_what_it_shows(tmp_path):
     assert [r[0] for r in page.rows if r and r[0].isdigit()] == ["1", "2", "3"]
     assert page.row("DME") == ["DME", "1", "–", "0", "1", "2"]
     assert not re.search(r"corrected (label|diagnos)", text)
+
+
+@pytest.mark.parametrize("posterior", [False, True])
+def test_page_explains_the_criteria_it_shows_and_how_it_ranks(tmp_path, posterior):
+    """Where the posterior speaks it decides the order; where a criterion does not speak, it is not explained."""
+    evidence = replace(by_hand(), left_out=None, left_out_margin=None)
+    if posterior:
+        evidence = replace(evidence, posterior=np.full((4, 3), 1 / 3))
+    _, page = write(tmp_path, evidence)
+    assert ("posterior of features and label The most probable class" in page.text) == posterior
+    assert ("rank By strength, then criteria that contradict" in page.text) == posterior
+    assert ("rank By criteria that contradict, then strength" in page.text) != posterior
+    assert "leave-one-out" not in page.text
+
+
+def test_a_class_that_cannot_be_compared_with_the_observed_one_is_not_shown_as_evidence(tmp_path):
+    scores = np.array([[NAN, 2.0, 1.0], [NAN, 1, NAN], [NAN, 2, NAN], [NAN, NAN, NAN]])
+    evidence = replace(by_hand(), representative=scores)
+    text, page = write(tmp_path, evidence, proposals=True)
+    assert "class direction: DME (no score for CNV)" in page.text
+    assert "class direction: DME alone has a score" in page.text
+    assert "class direction: cannot compare" in page.text
+    assert '<li class="against">class direction' not in text
 
 
 def test_page_asks_for_nothing_and_runs_only_its_own_script(tmp_path):
