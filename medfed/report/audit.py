@@ -200,7 +200,8 @@ def reason(row: Mapping[str, Any], without_reference: set[str] | frozenset[str] 
 
 def _checkpoints(row: Mapping[str, Any]) -> str:
     same, other, total = row["checkpoints_proposing"], row["checkpoints_other"], row["checkpoints"]
-    who = "relabelling proposed" if "posterior_margin" in row else "the two spectral criteria agreed on"
+    spectral = "representative_margin" in row and "posterior_margin" not in row
+    who = "the two spectral criteria agreed on" if spectral else "relabelling proposed"
     of = f"of {total} checkpoint{'' if total == 1 else 's'}"
     if not same + other:
         return f"{who} another label at none {of}"

@@ -123,7 +123,7 @@ def test_different_proposals_are_told_apart():
     row = work_list(["x"], np.array([0]), CLASSES, changing).table.iloc[0]
     assert (row["proposed"], row["checkpoints_proposing"], row["checkpoints_other"]) == ("NORMAL", 2, 1)
     assert row["always_same"] == "no"
-    assert "agreed on NORMAL at 2 of 3 checkpoints, on yet another label at 1" in row["reason"]
+    assert "Relabelling proposed NORMAL at 2 of 3 checkpoints, on yet another label at 1" in row["reason"]
 
 
 def test_one_checkpoint_is_no_plural():
@@ -293,6 +293,15 @@ def test_page_says_what_it_is_and_escapes_what_it_shows(tmp_path):
     assert not re.search(r"corrected (label|diagnos)", text)
 
 
+def test_page_of_a_method_that_changes_labels_without_references_speaks_of_none(tmp_path):
+    """FedCorr, FedELC, RoFL and FedNed leave their own labels, and no criterion speaks."""
+    only = Evidence(rounds=(4,), proposals=np.array([[1, -1, -1, -1]]), targets=np.array([1, 1, 1, 2]))
+    _, page = write(tmp_path, only)
+    assert "Relabelling proposed DME at 1 of 1 checkpoint; training now uses DME." in page.text
+    assert "criteria that speaknone" in page.text
+    assert not re.search("spectral|class direction|residual|[Rr]eference", page.text)
+
+
 @pytest.mark.parametrize("posterior", [False, True])
 def test_page_explains_the_criteria_it_shows_and_how_it_ranks(tmp_path, posterior):
     """Where the posterior speaks it decides the order; where a criterion does not speak, it is not explained."""
@@ -300,16 +309,16 @@ def test_page_explains_the_criteria_it_shows_and_how_it_ranks(tmp_path, posterio
     if posterior:
         evidence = replace(evidence, posterior=np.full((4, 3), 1 / 3))
     _, page = write(tmp_path, evidence)
-    assert ("posterior of features and label The most probable class" in page.text) == posterior
-    assert ("rank By strength, then criteria that contradict" in page.text) == posterior
-    assert ("rank By criteria that contradict, then strength" in page.text) != posterior
+    assert ("posterior of features and labelThe most probable class" in page.text) == posterior
+    assert ("rankBy strength, then criteria that contradict" in page.text) == posterior
+    assert ("rankBy criteria that contradict, then strength" in page.text) != posterior
     assert "leave-one-out" not in page.text
 
 
 def test_a_class_that_cannot_be_compared_with_the_observed_one_is_not_shown_as_evidence(tmp_path):
     scores = np.array([[NAN, 2.0, 1.0], [NAN, 1, NAN], [NAN, 2, NAN], [NAN, NAN, NAN]])
     evidence = replace(by_hand(), representative=scores)
-    text, page = write(tmp_path, evidence, proposals=True)
+    text, page = write(tmp_path, evidence)
     assert "class direction: DME (no score for CNV)" in page.text
     assert "class direction: DME alone has a score" in page.text
     assert "class direction: cannot compare" in page.text
