@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+TEST_SETS = ("clean", "corrupted")
 COLUMNS = ("clean", "corrupted", "average", "worst", "gap")
 COLUMN_LABELS = {
     "clean": "clean",

@@ -21,12 +21,11 @@ from medfed.report import (
 )
 from medfed.report.against import Against
 from medfed.report.compare import Comparison
-from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, choose, metric
+from medfed.report.metrics import COLUMN_LABELS, COLUMN_MEANINGS, COLUMNS, TEST_SETS, choose, metric
 from medfed.report.notices import in_rounds, notices, ranges, refusals
 from medfed.report.reliability_page import labels_view
 from medfed.report.runs import Run
 
-TEST_SETS = ("clean", "corrupted")
 REPORTED = (
     ("sharpness", "sharpness (nats)", "Sharpness", "how much the loss rises within the radius; lower is flatter"),
     ("weight", "aggregation weight", "Aggregation weight", "share in the average; neither direction is better"),
@@ -64,7 +63,7 @@ def run_view(run: Run, last: int) -> dict[str, Any]:
         "ranges": ranges,
         "hardware": contents.flat(run.meta.get("hardware") or {}),
         "finals": [(metric(n), [final(run, f"{c}/{n}", last) for c in shown]) for n in names],
-        "columns": [(c, COLUMN_LABELS[c], COLUMN_MEANINGS[c]) for c in shown],
+        "columns": headed(shown),
         "curves": metric_figures(run, names, last),
         "panels": client_figures(run, names, corrupted),
         "participation": plots.inline(
@@ -109,7 +108,7 @@ def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
                 "curves": plots.inline(
                     plots.comparison_figure(result, [name]),
                     f"{metric(name).label} over rounds",
-                    "Mean and single seeds of each method on the clean and the corrupted test set.",
+                    "Mean and single seeds of each method on each test set.",
                 ),
                 "differences": plots.inline(
                     plots.difference_figure(result, name),
@@ -125,6 +124,7 @@ def comparison_view(result: Comparison, title: str) -> dict[str, Any]:
         "sections": sections,
         "members": members(result.runs),
         **common(),
+        "columns": headed(tables.measured(result)),
     }
 
 
@@ -144,7 +144,7 @@ def against_view(result: Against, title: str) -> dict[str, Any]:
         if parts:
             sections.append({"metric": metric(name), "parts": parts})
     groups = [
-        (panel.title, value, [(metric(n), blocks(group, n)) for n in group.metrics])
+        (panel.title, value, headed(tables.measured(group)), [(metric(n), blocks(group, n)) for n in group.metrics])
         for panel in result.panels
         for value, group in panel.points.items()
     ]
@@ -155,6 +155,7 @@ def against_view(result: Against, title: str) -> dict[str, Any]:
         "groups": groups,
         "members": members(result.runs),
         **common(),
+        "columns": headed([c for c in COLUMNS if any(c in {k for k, _, _ in g[2]} for g in groups)]),
     }
 
 
@@ -168,6 +169,11 @@ def blocks(result: Comparison, name: str) -> list[tuple[str, list[tuple[str, lis
     return found
 
 
+def headed(columns: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Columns with their label and meaning."""
+    return [(c, COLUMN_LABELS[c], COLUMN_MEANINGS[c]) for c in columns]
+
+
 def members(runs: Mapping[str, Sequence[Run]]) -> list[tuple[str, Run, str]]:
     """Method, run and how long it took."""
     return [(method, run, duration(run)) for method, own in runs.items() for run in own]
@@ -177,7 +183,7 @@ def common() -> dict[str, Any]:
     """What every page needs."""
     return {
         "zip": zip,
-        "columns": [(c, COLUMN_LABELS[c], COLUMN_MEANINGS[c]) for c in COLUMNS],
+        "columns": headed(COLUMNS),
         "written": when(datetime.now(timezone.utc).isoformat()),
     }
 
@@ -323,4 +329,4 @@ def _percent(value: float | None) -> str:
 
 
 def _row(result: Comparison, method: str, name: str) -> list[Any]:
-    return [result.cell(method, name, column) for column in COLUMNS]
+    return [result.cell(method, name, column) for column in tables.measured(result)]

@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from medfed.report.compare import Comparison, group_by_method
-from medfed.report.metrics import choose, metric
+from medfed.report.metrics import TEST_SETS, choose, metric
 from medfed.report.runs import LAST, Run
 
 if TYPE_CHECKING:
@@ -194,17 +194,19 @@ def comparison_figure(comparison: Comparison, names: Sequence[str] | None = None
         names: metrics, one row of panels each; the compared ones by default.
 
     Returns:
-        Two panels a metric, clean on the left and corrupted on the right, on a shared scale.
+        A panel a metric and test set on which anything was measured, clean on the left, on a shared scale.
     """
     from matplotlib.figure import Figure
 
     names = list(comparison.metrics if names is None else names)
     rows = max(len(names), 1)
+    runs = [run for members in comparison.runs.values() for run in members]
+    measured = [g for g in TEST_SETS if any(run.values(f"{g}/{n}") for run in runs for n in names)] or ["clean"]
     figure = Figure(figsize=(10, 0.6 + 3.4 * rows), layout="constrained")
-    grid = figure.subplots(rows, 2, sharex=True, sharey="row", squeeze=False)
-    everything = [r for members in comparison.runs.values() for run in members for r in run.rounds]
+    grid = figure.subplots(rows, len(measured), sharex=True, sharey="row", squeeze=False)
+    everything = [r for run in runs for r in run.rounds]
     for row, name in zip(grid, names):
-        for axes, group in zip(row, ("clean", "corrupted")):
+        for axes, group in zip(row, measured):
             axes.set_title(f"{group} test set", loc="left", fontsize=10)
             for i, method in enumerate(comparison.methods):
                 _method_curves(axes, comparison.runs[method], f"{group}/{name}", method, i)

@@ -69,7 +69,7 @@ def sections(comparison: Comparison, name: str) -> list[Section]:
     return tables
 
 
-def legend(columns: Sequence[str] = COLUMNS) -> str:
+def legend(columns: Sequence[str]) -> str:
     """What the columns are."""
     return "; ".join(f"{COLUMN_LABELS[c]}: {COLUMN_MEANINGS[c]}" for c in columns) + "."
 
@@ -128,9 +128,11 @@ def render(comparison: Comparison, console: Console, pooled: bool = False) -> No
 
 
 def to_csv(comparison: Comparison) -> str:
-    """One line a method, metric and column; numbers in the unit of that line, empty where not defined."""
-    rows = []
+    """One line a method, metric and measured column; numbers in the unit of that line, empty where not defined."""
+    rows, columns = [], measured(comparison)
     for (method, name, column), cell in comparison.cells.items():
+        if column not in columns:
+            continue
 
         def shown(value: float | None, name: str = name) -> float | str:
             return "" if value is None else round(metric(name).shown(value), 8)
@@ -164,15 +166,15 @@ def to_csv(comparison: Comparison) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """GitHub Markdown; best in bold, second best in italics."""
-    lines = []
+    lines, columns = [], measured(comparison)
     for name in comparison.metrics:
         for caption, methods, write in sections(comparison, name):
             lines += [escape_markdown(caption), ""]
-            lines.append("| method | " + " | ".join(COLUMN_LABELS[c] for c in COLUMNS) + " |")
-            lines.append("|---" + "|---:" * len(COLUMNS) + "|")
+            lines.append("| method | " + " | ".join(COLUMN_LABELS[c] for c in columns) + " |")
+            lines.append("|---" + "|---:" * len(columns) + "|")
             for method in methods:
                 cells = []
-                for column in COLUMNS:
+                for column in columns:
                     cell = comparison.cell(method, name, column)
                     mark = {1: "**", 2: "*"}.get(cell.rank or 0, "") if write is not by_difference else ""
                     cells.append(mark + write(name, cell) + mark)
@@ -180,22 +182,22 @@ def to_markdown(comparison: Comparison) -> str:
             lines.append("")
     if len(comparison.methods) > 1:
         lines += ["Best in bold, second best in italics.", ""]
-    lines += [legend(), ""] + [f"- {escape_markdown(note)}" for note in comparison.notes]
+    lines += [legend(columns), ""] + [f"- {escape_markdown(note)}" for note in comparison.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def to_latex(comparison: Comparison) -> str:
     """LaTeX ``table`` environments for the package ``booktabs``; best in bold, second best underlined."""
-    out = ["% needs \\usepackage{booktabs}"]
+    out, columns = ["% needs \\usepackage{booktabs}"], measured(comparison)
     for name in comparison.metrics:
         for caption, methods, write in sections(comparison, name):
             out += ["\\begin{table}", "  \\centering", f"  \\caption{{{escape_latex(caption)}}}"]
-            out += [f"  \\begin{{tabular}}{{l{'r' * len(COLUMNS)}}}", "    \\toprule"]
-            out.append("    Method & " + " & ".join(COLUMN_LABELS[c].capitalize() for c in COLUMNS) + r" \\")
+            out += [f"  \\begin{{tabular}}{{l{'r' * len(columns)}}}", "    \\toprule"]
+            out.append("    Method & " + " & ".join(COLUMN_LABELS[c].capitalize() for c in columns) + r" \\")
             out.append("    \\midrule")
             for method in methods:
                 cells = []
-                for column in COLUMNS:
+                for column in columns:
                     cell = comparison.cell(method, name, column)
                     text = escape_latex(write(name, cell))
                     macro = {1: "\\textbf", 2: "\\underline"}.get(cell.rank or 0)

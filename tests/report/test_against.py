@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -204,3 +205,10 @@ def test_the_page(make, runs, tmp_path):
     assert page.row("fedavg") == ["fedavg", "60.00 ± 1.41", "10.00 ± 1.41"]
     assert page.row("<b>odd</b> & $x$") == ["<b>odd</b> & $x$", "50.00", "–"]
     assert "<b>odd</b>" not in text
+
+
+def test_page_has_no_columns_in_which_nothing_was_measured(runs, tmp_path):
+    text = experiment_page(runs, tmp_path / "page.html", number=KEY).read_text(encoding="utf-8")
+    words = re.sub(r"<path[^>]*>|var\(--[^)]*\)", "", text.partition("</style>")[2]).lower()
+    assert "clean" in words
+    assert not re.search("corrupted|average|worst|gap", words)

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 
 import pytest
 from fake_runs import record
@@ -320,6 +321,30 @@ def test_columns_without_anything_are_left_out(make):
     assert "worst client" in text
     for absent in ("corrupted", "average", "gap"):
         assert absent not in text
+
+
+@pytest.mark.parametrize("form", ["csv", "markdown", "latex", "html"])
+def test_no_form_of_a_comparison_has_columns_without_anything(make, form, tmp_path):
+    from medfed.report.html import experiment_page
+
+    def clean_alone(level):
+        r = record(1, level)
+        del r["evaluation"]["corrupted"]
+        return [r]
+
+    runs = [load_run(make(f"{m}{s}", clean_alone(0.5 + s / 10), method=m, seed=s)) for m in "ab" for s in (0, 1)]
+    result = compare(runs)
+    text = {
+        "csv": result.to_csv,
+        "markdown": result.to_markdown,
+        "latex": result.to_latex,
+        "html": lambda: experiment_page(runs, tmp_path / "page.html").read_text(encoding="utf-8"),
+    }[form]()
+    body = (text.partition("</style>")[2] or text).lower()
+    assert "clean" in body
+    assert "worst" in body
+    for absent in ("corrupted", "average", "gap"):
+        assert absent not in re.sub(r"<path[^>]*>|var\(--[^)]*\)", "", body)
 
 
 def test_pooled_form_is_shown_when_asked_for(result):
