@@ -7,7 +7,7 @@ and its own images and observed labels.  The truth of a simulation is not read, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def audit(
     meta = folder.meta()
     check_request(run, meta, client, only)
     state, memory = read_memory(folder, client)
-    standing = judged(state, client)
+    standing = replace(judged(state, client), targets=keeps_labels(str(meta["method"])))
     evidence = Evidence.of(memory)
     if evidence is None:
         raise nothing_yet(run, meta, client, state, standing)

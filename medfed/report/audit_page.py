@@ -37,11 +37,13 @@ class Standing:
         status: ``clean``, ``noisy``, ``undetermined``, or empty where it was not judged.
         posterior: probability of clean, or None.
         round: round of the judgement, or None.
+        targets: training may use other targets at clients that are not clean; otherwise labels stay as they are.
     """
 
     status: str = ""
     posterior: float | None = None
     round: int | None = None
+    targets: bool = True
 
     def sentence(self) -> str:
         """One sentence for people."""
@@ -54,7 +56,8 @@ class Standing:
             return "This run keeps no judgement of this client."
         when = f" in round {self.round}" if self.round else ""
         sure = "" if self.posterior is None else f" (probability of clean {self.posterior:.2f})"
-        then = "its labels were not changed in training" if self.status == "clean" else "training may use other targets"
+        changed = self.targets and self.status != "clean"
+        then = "training may use other targets" if changed else "its labels were not changed in training"
         return f"The federation {said}{when}{sure}: {then}."
 
 

@@ -348,6 +348,7 @@ def test_page_asks_for_nothing_and_runs_only_its_own_script(tmp_path):
             "counted this client as clean (probability of clean 0.99): its labels were not changed",
         ),
         (Standing("undetermined", None, 3), "could not judge this client in round 3"),
+        (Standing("noisy", 0.1, 1, targets=False), "noisy in round 1 (probability of clean 0.10): its labels were not"),
         (Standing(), "keeps no judgement of this client"),
     ],
 )
