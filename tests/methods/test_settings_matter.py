@@ -49,6 +49,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("agnostic_fl", "local_epochs"): {"work": "epochs"},
     ("q_fedavg", "optimizer"): {"learning_rate": 0.01},
     ("fedcorr", "beta"): {"iterations": 2},
+    ("fedsir", "confidence"): {"relabelling": "posterior"},
     ("*", "compare"): {"identification": "evidence"},
     ("*", "revise"): {"identification": "evidence"},
     ("fedmerit", "salt_with"): {"compare": "all"},
