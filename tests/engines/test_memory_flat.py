@@ -20,7 +20,8 @@ MODEL = 1 << 16  # floats, a number that no other tensor has
 def models_alive() -> int:
     """Models that the process holds. Its resident memory would be no measure: allocators and kernels keep pages."""
     gc.collect()
-    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.untyped_storage().nbytes() == 4 * MODEL]
+    dense = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.layout is torch.strided]  # others' too
+    tensors = [t for t in dense if t.device.type == "cpu" and t.untyped_storage().nbytes() == 4 * MODEL]
     return len({t.untyped_storage().data_ptr() for t in tensors})
 
 

@@ -194,7 +194,7 @@ def test_verdict_that_is_revised_gives_the_client_its_labels_back(later, tmp_pat
 
     world, calls = planted(), []
 
-    def judge(evidence, previous, seed):
+    def judge(evidence, previous):
         calls.append(dict(previous or {}))
         status = {c: "noisy" if c in NOISY else "clean" for c in evidence}
         status["c1"] = "noisy" if len(calls) < 3 else later
