@@ -198,7 +198,7 @@ def test_verdict_that_is_revised_gives_the_client_its_labels_back(later, tmp_pat
         calls.append(dict(previous or {}))
         status = {c: "noisy" if c in NOISY else "clean" for c in evidence}
         status["c1"] = "noisy" if len(calls) < 3 else later
-        return Verdict(status, dict.fromkeys(status, 0.5)), {"calls": len(calls)}
+        return Verdict(status, dict.fromkeys(status, 0.5)), {"calls": len(calls), "shares": {}}
 
     monkeypatch.setattr(verdicts, "judge", judge)
     section = {**PLAIN, "identification": "evidence"}
@@ -208,7 +208,7 @@ def test_verdict_that_is_revised_gives_the_client_its_labels_back(later, tmp_pat
         done.run()
         kept[rounds] = memories(done, tmp_path)["c1"]
     # The run that went on after two rounds: identification and first checkpoint, then the second one.
-    assert calls == [{}, {"calls": 1}, {"calls": 2}]
+    assert calls == [{}, {"calls": 1, "shares": {}}, {"calls": 2, "shares": {}}]
     assert done.records[-1]["clients"]["c1"]["status"] == later
     assert done.server.notes["verdict"].values["status"]["c1"] == later
     assert "labels" in kept[2]
