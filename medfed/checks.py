@@ -7,7 +7,7 @@ from medfed.data.cohort import Cohort
 from medfed.data.condition import Condition
 from medfed.data.splits import straddling_patients
 from medfed.errors import ConfigError, DataError
-from medfed.federation.method import Method
+from medfed.federation.method import Method, MethodSettings
 
 
 def check_method(experiment: Experiment, method: Method, kind: str | None = None) -> None:
@@ -34,6 +34,22 @@ def check_method(experiment: Experiment, method: Method, kind: str | None = None
             where="condition.public",
             fix="Set some apart for all methods of the comparison, e.g. with condition.public: {fraction: 0.1}.",
         )
+
+
+def advice(experiment: Experiment, settings: MethodSettings) -> list[str]:
+    """What a person is told of a method's settings, and of what the engine does to them.
+
+    Args:
+        experiment: the validated experiment.
+        settings: the settings of its method.
+    """
+    found = settings.check(experiment.rounds)
+    if experiment.engine.amp and getattr(settings, "salt", None) is not None:
+        found.append(
+            "engine.amp rounds the weights of every pass to 8 (CPU) or 11 (CUDA) bits, and with them the small steps "
+            "of sharpness-aware training (method.salt): they are partly lost and partly noise; prefer engine.amp: false"
+        )
+    return found
 
 
 def check_parts(train: Cohort, test: Cohort) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from medfed.checks import cautions, check_condition, check_method, check_parts
+from medfed.checks import advice, cautions, check_condition, check_method, check_parts
 from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
 from medfed.data.condition import Condition, generate
@@ -203,7 +203,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
             fix="Write a job for them with `medfed nvflare export`; see docs/deployment.md.",
         )
     method, settings = resolve_method(experiment.method)
-    advice = settings.check(experiment.rounds)
+    notes = advice(experiment, settings)
     check_method(experiment, method, kind_of(experiment.cohort))
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
@@ -262,7 +262,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         findings=cohort.findings,
         cohort_name=cohort.name,
         data_hash=data_hash(cohort, digests),
-        warnings=[*advice, *cautions(cohort, built.rows), *condition.warnings],
+        warnings=[*notes, *cautions(cohort, built.rows), *condition.warnings],
     )
 
 

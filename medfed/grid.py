@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from medfed.checks import check_method
+from medfed.checks import advice, check_method
 from medfed.config import Experiment
 from medfed.errors import ConfigError, FederationError, MedfedError
 from medfed.experiment import Prepared, prepare
@@ -125,8 +125,8 @@ def with_method(prepared: Prepared, experiment: Experiment) -> Prepared:
     """
     method, settings = resolve_method(experiment.method)
     check_method(experiment, method, prepared.task.kind)
-    common = prepared.warnings[len(prepared.settings.check(experiment.rounds)) :]
-    warnings = [*settings.check(experiment.rounds), *common]
+    common = prepared.warnings[len(advice(prepared.experiment, prepared.settings)) :]
+    warnings = [*advice(experiment, settings), *common]
     return replace(prepared, experiment=experiment, method=method, settings=settings, warnings=warnings)
 
 

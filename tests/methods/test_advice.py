@@ -1,0 +1,32 @@
+"""What a person is told of a method's settings before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medfed.checks import advice
+from medfed.config import load_experiment
+from medfed.methods.registry import resolve_method
+
+FILE = Path(__file__).parents[2] / "configs" / "results" / "oct.yaml"
+
+
+@pytest.mark.parametrize(
+    ("method", "amp", "told"),
+    [
+        ("{name: fedavg, salt: {rho: 0.005}}", True, True),
+        ("{name: fedavg, salt: {rho: 0.005}}", False, False),
+        ("{name: fedavg}", True, False),
+        ("{name: fedism}", True, True),
+        ("{name: fedism, salt: false}", True, False),  # sharpness is measured in full precision
+        ("{name: fedmerit, period: 4}", True, True),
+        ("{name: oct_fedsir, period: 4}", True, False),
+    ],
+)
+def test_small_steps_that_half_precision_loses_are_named(method, amp, told):
+    experiment = load_experiment(FILE, [f"method={method}", f"engine.amp={str(amp).lower()}"])
+    _, settings = resolve_method(experiment.method)
+    assert any("engine.amp" in note for note in advice(experiment, settings)) is told
+    assert set(settings.check(experiment.rounds)) <= set(advice(experiment, settings))
