@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 	$(BIN)/medfed demo
 
 test: $(VENV)/.installed lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
