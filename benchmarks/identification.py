@@ -17,7 +17,7 @@ import csv
 import functools
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -259,17 +259,25 @@ def tables(results: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(
+    doc: str | None, seeds: range, rates: Sequence[float], alphas: Sequence[float]
+) -> argparse.ArgumentParser:
+    """What every benchmark on these features can be told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--oct", type=Path)
     parser.add_argument("--derm", type=Path)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cache", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(100, 110)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    parser.add_argument("--rates", type=float, nargs="+", default=list(rates))
+    parser.add_argument("--alphas", type=float, nargs="+", default=list(alphas))
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__, range(100, 110), RATES, ALPHAS)
     parser.add_argument("--federations", nargs="+", default=list(FEDERATIONS), help="clients/clean")
-    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--alphas", type=float, nargs="+", default=list(ALPHAS))
     parser.add_argument("--corrupted", type=int, default=0, help="clients with bad images")
     parser.add_argument("--side", type=int, default=128, help="of the images, in pixels")
     args = parser.parse_args()

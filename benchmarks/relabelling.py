@@ -9,14 +9,12 @@ images of 128x128), in the conditions of ``benchmarks/identification.py``.  Coun
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
-from identification import READERS, Cell, Images, load
+from identification import READERS, Cell, Images, arguments, load
 
 from medfed.data.condition import generate
 from medfed.reliability.posterior import class_moments, pooled, posterior, proposals
@@ -85,16 +83,7 @@ def tables(results: pd.DataFrame) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--oct", type=Path)
-    parser.add_argument("--derm", type=Path)
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cache", type=Path)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(100, 105)))
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.2, 0.4, 0.6, 0.9])
-    parser.add_argument("--alphas", type=float, nargs="+", default=[2.0, 0.5])
-    args = parser.parse_args()
+    args = arguments(__doc__, range(100, 105), (0.2, 0.4, 0.6, 0.9), (2.0, 0.5)).parse_args()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []

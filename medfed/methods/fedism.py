@@ -105,10 +105,7 @@ class FedISMSettings(LocalTraining):
     @property
     def probe(self) -> Ball:
         """Radius of the measured sharpness."""
-        if self.measure is not None:
-            return self.measure
-        salt = self.salt or type(self).model_fields["salt"].default
-        return salt.model_copy(update={"radius": "constant"}) if salt.radius == "bounded" else salt
+        return self.measure or (self.salt or type(self).model_fields["salt"].default).comparable
 
 
 class GrowingBall(Ball):

@@ -89,8 +89,7 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     @property
     def probe(self) -> Ball:
         """Radius of the measured need."""
-        salt = self.salt or Salt()
-        return self.measure or (salt.model_copy(update={"radius": "constant"}) if salt.radius == "bounded" else salt)
+        return self.measure or (self.salt or Salt()).comparable
 
     def check(self, rounds: int) -> list[str]:
         """As of OCT-FedSIR and of local training; names what has no effect without peers or with distances."""

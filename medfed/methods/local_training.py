@@ -60,6 +60,11 @@ class Salt(Ball):
 
     alpha: float = Field(0.1, ge=0)
 
+    @property
+    def comparable(self) -> Salt:
+        """Itself, with a constant radius where it is bounded: clients must be measured by the same radius."""
+        return self.model_copy(update={"radius": "constant"}) if self.radius == "bounded" else self
+
 
 class LocalTraining(MethodSettings):
     """Settings of local training.

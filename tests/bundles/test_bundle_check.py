@@ -1,20 +1,26 @@
 """A bundle that holds code is refused, whatever way the code is hidden, and nothing of it is executed."""
 
 import contextlib
+import importlib.machinery
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from ignite.engine import Engine
 from monai.bundle import ConfigParser
+from monai.handlers import CheckpointLoader
 
 from medfed.bundle_check import BundleRefused, bundle_hash, check_bundle
 from medfed.bundle_grammar import IMPORTS, TARGETS, expression_fault, text_fault
 from medfed.cli import app
 from medfed.errors import ConfigError
+from medfed.training.weights import read_weights
 
 NAMES = ["oct_bscan_classification", "rsna_ich_ct_classification", "isic_dermoscopy_classification"]
 RUNS = "$__import__('os').system('touch ran')"
@@ -235,6 +241,39 @@ def test_other_files_are_looked_at(own, name, said):
     (folder / name).write_text("a: {_target_: os.system}")
     with pytest.raises(BundleRefused, match=said):
         check_bundle(folder)
+
+
+@pytest.mark.parametrize("suffix", importlib.machinery.all_suffixes())
+def test_whatever_python_would_import_is_refused(own, suffix):
+    folder = own()
+    (folder / f"module{suffix}").write_bytes(b"")
+    with pytest.raises(BundleRefused, match="code or may hold code"):
+        check_bundle(folder)
+
+
+class Runs:
+    """What a pickle of it does when it is loaded: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_weights_that_hold_code_are_loaded_by_neither_of_the_readers_that_a_bundle_may_use(tmp_path):
+    ran, file = tmp_path / "ran", tmp_path / "model.pt"
+    torch.save({"weight": Runs(ran)}, file)
+    with pytest.raises(ConfigError):
+        read_weights(file)
+    engine, network = Engine(lambda *_: None), torch.nn.Linear(1, 1)
+    assert "monai.handlers.CheckpointLoader" in TARGETS
+    CheckpointLoader(str(file), {"model": network}).attach(engine)
+    with pytest.raises(pickle.UnpicklingError):
+        engine.run([0])
+    assert not ran.exists()
+    torch.load(file, weights_only=False)  # the file does what is feared, where it is trusted
+    assert ran.exists()
 
 
 def test_links_are_refused(own, tmp_path):

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from experiments import free_ports
 from image_files import COMPOSE, STAGES, entry_point, environment_of, health_check
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 def here(words: list[str]) -> list[str]:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import socket
 from pathlib import Path
 from typing import Any
+
+
+def free_ports(count: int) -> list[int]:
+    """So many different ports of this machine that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
 
 
 def tiny_network() -> dict[str, Any]:

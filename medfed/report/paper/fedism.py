@@ -61,6 +61,25 @@ def _each(cells: GridCells) -> list[tuple[Setting, str, str]]:
     return [(s, f"-{i}" if several else "", f" ({s.label})" if s.label else "") for i, s in enumerate(found, start=1)]
 
 
+def _tables(
+    cells: GridCells, number: int, rows: Sequence[Row], title: str = "", corner: str = "method"
+) -> list[PaperTable] | str:
+    """One of the paper's tables, for each condition with corrupted images."""
+    tables = [
+        build(
+            cells,
+            f"fedism-{number}{mark}",
+            f"{PAPER}, Table {number}",
+            f"{title}{s.cohort}, {_share(s)}{where}",
+            rows,
+            columns(cells, [s.label]),
+            corner,
+        )
+        for s, mark, where in _each(cells)
+    ]
+    return [t for t in tables if t] or "no run with corrupted images has finished"
+
+
 def comparison(cells: GridCells) -> list[PaperTable] | str:
     """Table 1: rivals on clean and corrupted images; a table for each condition."""
     labels = rivals(cells)
@@ -69,18 +88,7 @@ def comparison(cells: GridCells) -> list[PaperTable] | str:
     if len(labels) < 2:
         return "fewer than two methods are complete ones (without SALT, or of FedISM's kind with SALT and SAGA)"
     rows = [Row(m, m) for m in labels]
-    tables = [
-        build(
-            cells,
-            f"fedism-1{mark}",
-            f"{PAPER}, Table 1",
-            f"{s.cohort}, {_share(s)}{where}",
-            rows,
-            columns(cells, [s.label]),
-        )
-        for s, mark, where in _each(cells)
-    ]
-    return [t for t in tables if t] or "no run with corrupted images has finished"
+    return _tables(cells, 1, rows)
 
 
 def ablation(cells: GridCells) -> list[PaperTable] | str:
@@ -96,19 +104,7 @@ def ablation(cells: GridCells) -> list[PaperTable] | str:
         seen.setdefault(part, label)
     order = ("neither", "SALT alone", "SAGA alone", "SALT and SAGA")
     rows = [Row(f"{part} ({seen[part]})", seen[part]) for part in order if part in seen]
-    tables = [
-        build(
-            cells,
-            f"fedism-2{mark}",
-            f"{PAPER}, Table 2",
-            f"parts of FedISM; {s.cohort}, {_share(s)}{where}",
-            rows,
-            columns(cells, [s.label]),
-            "parts",
-        )
-        for s, mark, where in _each(cells)
-    ]
-    return [t for t in tables if t] or "no run with corrupted images has finished"
+    return _tables(cells, 2, rows, "parts of FedISM; ", corner="parts")
 
 
 def _part(cells: GridCells, label: str, own: Mapping[str, Any]) -> str:
@@ -133,18 +129,7 @@ def with_salt(cells: GridCells) -> list[PaperTable] | str:
     if not whole:
         return "no method is there both with and without 'salt'"
     rows = [Row(p[salt], p[salt]) for p in whole for salt in (False, True)]
-    tables = [
-        build(
-            cells,
-            f"fedism-3{mark}",
-            f"{PAPER}, Table 3",
-            f"with and without SALT; {s.cohort}, {_share(s)}{where}",
-            rows,
-            columns(cells, [s.label]),
-        )
-        for s, mark, where in _each(cells)
-    ]
-    return [t for t in tables if t] or "no run with corrupted images has finished"
+    return _tables(cells, 3, rows, "with and without SALT; ")
 
 
 def _share(setting: Setting) -> str:

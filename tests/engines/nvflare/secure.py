@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,20 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
 
 import psutil
 import yaml
-from experiments import environment
+from experiments import environment, free_ports
 
 from medfed.engines.nvflare.plan import RUNS, ServerPlan, read_plan
 
 SERVER, ADMIN = "localhost", "admin@hospital.org"
 MODULES = {True: "nvflare.private.fed.app.server.server_train", False: "nvflare.private.fed.app.client.client_train"}
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
 
 
 def medfed(*args: object) -> None:
