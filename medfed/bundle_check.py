@@ -127,7 +127,8 @@ def _below(root: Path, path: Path) -> str:
 
 def _file_faults(root: Path) -> Iterator[Fault]:
     """Links, code and what is no file, anywhere in the bundle; nothing is opened."""
-    for folder, folders, files in os.walk(root):
+    closed: list[OSError] = []
+    for folder, folders, files in os.walk(root, onerror=closed.append):
         for name in sorted((*folders, *files)):
             path = Path(folder, name)
             if path.is_symlink():
@@ -136,6 +137,8 @@ def _file_faults(root: Path) -> Iterator[Fault]:
                 yield Fault(_below(root, path), "it is neither a file nor a folder.", "Remove it.")
             elif path.suffix.lower() in _CODE and path.is_file():
                 yield Fault(_below(root, path), "it is code or may hold code.", "Install code as a package instead.")
+    for error in closed:
+        yield Fault(_below(root, Path(error.filename)), "it cannot be listed.", "Let this user read it.")
     configs = config_files(root)
     if sum(path.stat().st_size for path in configs) > _MOST_BYTES:
         what = f"its files are larger than {_MOST_BYTES} bytes together."

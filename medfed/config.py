@@ -22,6 +22,10 @@ from medfed.tracking.settings import TrackingSettings
 KINDS = dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values") | dict.fromkeys(
     ("list_type", "tuple_type"), "should be a list, e.g. [a, b]"
 )
+KINDS["string_pattern_mismatch"] = (
+    "should be the letters a to z and A to Z, digits, '.', '_' and '-' alone, begin with a letter or a digit and be no "
+    "longer than 61"
+)
 """What pydantic says in terms of Python, as a writer of YAML would say it."""
 
 

@@ -96,7 +96,7 @@ class Comparison:
         metrics: the metrics compared.
         baseline: the label of the method that differences are taken against.
         paired: whether runs of one seed share their condition; no differences otherwise.
-        last: rounds that a run's number is the mean of.
+        last: rounds that a run's number is the mean of, at most; fewer than asked for where no run has as many.
         cells: by (method, metric, column).
         notes: what a reader must know: incomplete runs, collapsed models, undefined values, unequal seeds.
     """
@@ -189,7 +189,9 @@ def compare(
     chosen = _choose_metrics(runs, metrics)
     base = choose_baseline(groups, baseline)
     cells = {key: _cell(groups[key[0]], key[1], key[2], last) for key in itertools.product(groups, chosen, COLUMNS)}
-    result = Comparison(groups, chosen, base, not unlike, last, cells, [])
+    # Shorter runs have fewer rounds to take the mean of.
+    averaged = max(len(run.final(f"{c}/{name}", last).rounds) for c in COLUMNS for name in chosen for run in runs)
+    result = Comparison(groups, chosen, base, not unlike, averaged or last, cells, [])
     if result.paired:
         _pair(result)
     _rank(result)

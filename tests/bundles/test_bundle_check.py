@@ -284,6 +284,22 @@ def test_links_are_refused(own, tmp_path):
         check_bundle(folder)
 
 
+def test_a_folder_that_cannot_be_listed_is_refused(own, monkeypatch):
+    bundle = own()
+    closed = bundle / "docs" / "closed"
+    closed.mkdir(parents=True)
+    plain = os.scandir
+
+    def scandir(path):
+        if Path(os.fsdecode(path)) == closed:
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(BundleRefused, match="docs/closed: it cannot be listed"):
+        check_bundle(bundle)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

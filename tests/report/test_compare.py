@@ -423,3 +423,8 @@ def test_json_holds_the_numbers_as_recorded(result):
     assert [d["seed"] for d in cell["paired_differences"]] == [0, 1, 2]
     assert document["runs"]["fedavg"] == ["fedavg-0", "fedavg-1", "fedavg-2"]
     assert document["baseline"] == "fedavg"
+
+
+def test_runs_shorter_than_the_window_say_how_many_rounds_they_are_the_mean_of(runs):
+    assert compare(runs, last=5).last == 2
+    assert compare(runs, last=1).last == 1
