@@ -522,7 +522,8 @@ def test_tables_and_page_are_of_the_cells_that_exist(copied):
         "fedism": [0],
     }
     written = write_grid_report(copied.folder)
-    names = ["report.html", "tables.csv", "tables.tex", "paper.csv", "paper.tex", "tests.csv", "intervals.csv"]
+    names = ["report.html", "tables.csv", "tables.tex", "paper.csv", "paper.tex", "paper.md"]
+    names += ["tests.csv", "intervals.csv"]
     assert [p.name for p in written if p.suffix != ".pdf"] == names
     page = written[0].read_text()
     assert "no round yet" in page

@@ -22,7 +22,7 @@ from medfed.report.grid_cells import load_cells
 from medfed.report.paper.charts import matrices
 from medfed.report.paper.figures import against_rate, exponent, ratio_of_corrupted
 from medfed.report.paper.layouts import layouts, to_csv
-from medfed.report.paper.sheets import Sheet, sheet, to_latex
+from medfed.report.paper.sheets import Line, Sheet, Written, sheet, to_latex, to_markdown
 from medfed.report.paper.significance import difference_sheet, families, rank_sheet, rows
 from medfed.report.paper.whole import papers
 from medfed.report.plots import line_style, marked_style, svg
@@ -506,6 +506,33 @@ def test_latex_is_whole(tmp_path):
     assert r"\textbf{" in text
     assert r"\underline{" in text
     assert r"$\alpha$--$\pm$" in text
+
+
+def test_markdown_is_whole():
+    rows = (
+        Line("a|b", (Written("70.0 ± 1.0", 1), Written("–")), "alpha_2"),
+        Line("c", (Written("60.0", 2), Written("5.0", 1)), "alpha_2", reference=True),
+    )
+    spanned = Sheet("t", "Paper, Table 1", "mean <b>", "method", ("20%", "40%"), ("rate", "rate"), rows, ("one note",))
+    plain = Sheet("u", "", "ranks", "method", ("rank",), ("",), (Line("c", (Written("2.00"),)),))
+    assert to_markdown([spanned, plain]).splitlines() == [
+        "Paper, Table 1: mean &lt;b&gt;",
+        "",
+        "| method | rate 20% | rate 40% |",
+        "|---|---:|---:|",
+        r"| *alpha\_2* | | |",
+        r"| a\|b | **70.0 ± 1.0** | – |",
+        "| c | *60.0* | **5.0** |",
+        "",
+        "- one note",
+        "",
+        "ranks",
+        "",
+        "| method | rank |",
+        "|---|---:|",
+        "| c | 2.00 |",
+    ]
+    assert to_markdown([]) == ""
 
 
 def test_names_are_text_on_the_page(tmp_path):

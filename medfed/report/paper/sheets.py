@@ -1,4 +1,4 @@
-"""One form for every table of a grid's report, and the same as LaTeX."""
+"""One form for every table of a grid's report, and the same as LaTeX and as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import groupby
 
 from medfed.report.grid_cells import GridCells
 from medfed.report.paper.entries import SPREADS, PaperTable, text
-from medfed.report.tables import escape_latex
+from medfed.report.tables import escape_latex, escape_markdown
 
 LEGEND = (
     "Best in bold, second best underlined, among entries of the same cells; –: none has finished; "
@@ -149,6 +149,27 @@ def _cell(cell: Written) -> str:
     macro = {1: "\\textbf", 2: "\\underline"}.get(cell.rank or 0)
     body = escape_latex(cell.text)
     return f"{macro}{{{body}}}" if macro else body
+
+
+def to_markdown(sheets: Sequence[Sheet]) -> str:
+    """GitHub Markdown; best in bold, second best in italics, what stands above columns as a part of their heads."""
+    out: list[str] = []
+    for one in sheets:
+        name = f"{one.paper}: " if one.paper else ""
+        heads = [" ".join(filter(None, (g, h))) for g, h in zip(one.groups or ("",) * len(one.heads), one.heads)]
+        out += [escape_markdown(f"{name}{one.caption}"), ""]
+        out.append(f"| {' | '.join(escape_markdown(h) for h in (one.corner, *heads))} |")
+        out.append(f"|---{'|---:' * len(heads)}|")
+        for group, lines in one.grouped:
+            if group:
+                out.append(f"| *{escape_markdown(group)}* |{' |' * len(heads)}")
+            for line in lines:
+                cells = (
+                    {1: "**", 2: "*"}.get(c.rank or 0, "").join(["", escape_markdown(c.text), ""]) for c in line.cells
+                )
+                out.append(f"| {escape_markdown(line.label)} | {' | '.join(cells)} |")
+        out += ["", *(f"- {escape_markdown(note)}" for note in one.notes), *([""] if one.notes else [])]
+    return "\n".join(out).rstrip() + "\n" if out else ""
 
 
 def with_notes(one: Sheet, *notes: str) -> Sheet:

@@ -104,11 +104,12 @@ def papers(cells: GridCells, bootstrap: int, spread: str) -> Papers:
 
 def texts(found: Papers) -> dict[str, str]:
     """The files that are text, by name."""
-    from medfed.report.paper.sheets import to_latex
+    from medfed.report.paper.sheets import to_latex, to_markdown
 
     written = {
         "paper.csv": layouts.to_csv(found.layouts.tables),
         "paper.tex": to_latex([*found.sheets, *found.test_sheets]),
+        "paper.md": to_markdown([*found.sheets, *found.test_sheets]),
         "tests.csv": layouts.written(significance.rows(found.families)),
     }
     if found.intervals is not None:
