@@ -20,6 +20,7 @@ from medfed.running import resume, start
 
 BOUNDED = {"radius": "bounded", "rho": 0.05, "share": 0.1}
 SMALL = {"rho": 0.005}
+ADAPTIVE = {"rho": 0.05, "radius": "adaptive"}
 # The paper's radius, 0.05, is that of a network with BatchNorm; docs/results.md says why others are tried.
 VARIANTS = {
     "fedavg": {"name": "fedavg"},
@@ -33,7 +34,9 @@ VARIANTS = {
     "salt-0.02": {"name": "fedavg", "salt": {"rho": 0.02}},
     "salt-warm": {"name": "fedavg", "salt": {"rho": 0.05, "warmup": 10}},
     "salt-adaptive": {"name": "fedavg", "salt": {"rho": 0.5, "radius": "adaptive"}},
-    "salt-adaptive-small": {"name": "fedavg", "salt": {"rho": 0.05, "radius": "adaptive"}},
+    "salt-adaptive-small": {"name": "fedavg", "salt": ADAPTIVE},
+    "saga-adaptive-small": {"name": "fedism", "salt": False, "measure": ADAPTIVE},
+    "fedism-adaptive-small": {"name": "fedism", "salt": ADAPTIVE},
     "salt-bounded-0.03": {"name": "fedavg", "salt": BOUNDED | {"share": 0.03}},
     "salt-bounded-0.01": {"name": "fedavg", "salt": BOUNDED | {"share": 0.01}},
     "salt-bounded": {"name": "fedavg", "salt": BOUNDED},
