@@ -275,8 +275,14 @@ def slug(text: str) -> str:
 
 
 def digest(experiment: Experiment) -> str:
-    """sha256 of what an experiment computes, whatever machine, folder and device it runs on."""
+    """sha256 of what an experiment computes, whatever machine, folder and device it runs on.
+
+    All settings of the method count, also those left at their defaults: a default that is another one in a later
+    version makes another cell.
+    """
     plain = experiment.model_dump(mode="json")
+    method, settings = resolve_method(experiment.method)
+    plain["method"] = {"name": method.name, **settings.model_dump(mode="json")}
     for *path, last in WHERE_NOT_WHAT:
         node = plain
         for part in path:

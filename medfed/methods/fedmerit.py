@@ -13,12 +13,12 @@ labels (:mod:`medfed.reliability.peers`).
   clean members of a group, and holds for their peers as well. Wrong labels have no say in it. A group without a clean
   member is measured on its training targets, and its need counts at most as much as the greatest of the others.
 - Class references and corrected targets are made among peers; without a clean peer no target is changed.
-- Local steps are sharpness-aware (GSAM) on the noise-aware objective: logit adjustment, and at clients not judged clean
-  the received model as a teacher, with the weight of the estimated share of wrong labels or the share of clean clients,
-  whichever is larger.
+- Local steps are taken on the noise-aware objective: logit adjustment, and at clients not judged clean the received model
+  as a teacher, with the weight of the estimated share of wrong labels or the share of clean clients, whichever is
+  larger. With ``salt: true`` they are sharpness-aware (GSAM) where images differ in quality.
 
-With nobody judged noisy this is FedISM with weights that follow the loss within the radius, by groups; with images of
-one quality it is OCT-FedSIR with plain steps (unless ``salt_with: always``), weighted by purity (``daagg``: distance).
+With nobody judged noisy this is FedISM's aggregation with weights that follow the loss within the radius, by groups;
+with images of one quality it is OCT-FedSIR, weighted by purity (``daagg``: distance).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     """Settings of FedMerit, besides those of OCT-FedSIR.
 
     Args:
-        salt: sharpness-aware local training; ``false`` switches it off. Its radius is also that of the measured need,
-            unless ``measure`` says otherwise.
+        salt: sharpness-aware local training; ``true`` takes the defaults of FedISM. Off by default: in runs of a dozen
+            rounds it cost accuracy on every test set (docs/results-labels.md).
         salt_with: ``peers``: sharpness-aware steps only where images differ in quality, which is what they are for; or
             ``always``.
-        measure: radius of the measured need; by default rho of ``salt``, and a constant radius where that of ``salt``
-            is bounded: clients must be measured by the same radius.
+        measure: radius of the measured need; ``null`` takes that of ``salt``, and a constant radius where that of
+            ``salt`` is bounded: clients must be measured by the same radius.
         saga: weights follow the need of each group of peers; ``false`` leaves sample counts and purity.
         follow: what need is: ``perturbed_loss``, the loss within the radius, or ``sharpness``, its rise alone.
         q: how strongly weights follow the need of a group.
@@ -70,9 +70,9 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
     compare: Literal["all", "peers"] = "peers"
     revise: bool = False
     relabelling: Literal["published", "posterior"] = "posterior"
-    salt: Salt | None = Salt()
+    salt: Salt | None = None
     salt_with: Literal["peers", "always"] = "peers"
-    measure: Ball | None = None
+    measure: Ball | None = Ball(rho=0.05, radius="adaptive")
     saga: bool = True
     follow: Literal["sharpness", "perturbed_loss"] = "perturbed_loss"
     q: float = Field(1.0, ge=0)

@@ -152,6 +152,23 @@ def test_a_base_file_is_relative_to_the_grid_and_changes_and_sets_apply(tmp_path
     assert experiment.output == tmp_path / "other" / "g"
 
 
+def test_a_default_of_another_version_makes_another_cell(tmp_path, one, monkeypatch):
+    """A grid that goes on after an upgrade must not take runs with other settings for its own."""
+    from medfed.methods import fedprox
+
+    file = grid_file(tmp_path, one, methods=["fedavg", "fedprox"])
+    before = [c.folder for c in load_grid(file).cells]
+
+    class Settings(fedprox.METHOD.settings):
+        mu: float = 0.4
+
+    monkeypatch.setattr(fedprox, "METHOD", replace(fedprox.METHOD, settings=Settings))
+    after = [c.folder for c in load_grid(file).cells]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [
+        "fedavg" in folder.name for folder in before
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -161,6 +178,7 @@ def test_a_base_file_is_relative_to_the_grid_and_changes_and_sets_apply(tmp_path
         ({"methods": [{"name": "fedism", "qq": 2}]}, "qq"),
         ({"methods": ["fedavg", "fedavg"]}, "two methods are called 'fedavg'"),
         ({"methods": ["fedavg", {"name": "fedavg", "label": "again"}]}, "are the same experiment"),
+        ({"methods": ["fedprox", {"name": "fedprox", "mu": 0.2, "label": "explicit"}]}, "are the same experiment"),
         ({"methods": ["rhfl"]}, "rhfl needs public images"),
         ({"methods": ["fedavg", {"name": "fedlsr"}], "changes": {"cohort.task": "multilabel"}}, "not admit multilabel"),
         ({"methods": [{"name": "fedavg", "condition": {"test_fraction": 0.5}}]}, "unknown key 'condition'"),

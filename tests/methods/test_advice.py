@@ -21,7 +21,8 @@ FILE = Path(__file__).parents[2] / "configs" / "results" / "oct.yaml"
         ("{name: fedavg}", True, False),
         ("{name: fedism}", True, True),
         ("{name: fedism, salt: false}", True, False),  # sharpness is measured in full precision
-        ("{name: fedmerit, period: 4}", True, True),
+        ("{name: fedmerit, period: 4}", True, False),  # the need is measured in full precision
+        ("{name: fedmerit, period: 4, salt: true}", True, True),
         ("{name: oct_fedsir, period: 4}", True, False),
     ],
 )

@@ -17,7 +17,7 @@ from medfed.methods.fedmerit import FedMeritSettings
 SIZES = {f"c{k}": (14 + k, 19 - k, 15) for k in range(9)}
 DARK = ("c5", "c6", "c7", "c8")
 NOISY = ("c1", "c2", "c7", "c8")
-SECTION = {"name": "fedmerit", "period": 2, "start": "initial", "salt": {"rho": 0.02}, "beta": 0.4}
+SECTION = {"name": "fedmerit", "period": 2, "start": "initial", "salt": {"rho": 0.02}, "measure": None, "beta": 0.4}
 
 
 def dark(data):

@@ -32,7 +32,7 @@ BASE: dict[str, dict[str, Any]] = {
     "oct_fedsir": OCT,
     "fedsir": {**OCT, "ramp_begin": 1, "ramp_end": 6, "min_samples": 5},
     "pruning": {"stage_one": {"epochs": 1}},
-    "fedmerit": {**OCT, "salt": SALT},
+    "fedmerit": OCT,
     "fedelc": {"warmup": 1, "local_epochs": 1},
     "fedcorr": {"iterations": 1, "fine_tuning": 1, "local_epochs": 1, "confidence": 0.3},
     "rofl": {"local_epochs": 1},
@@ -52,7 +52,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("fedsir", "confidence"): {"relabelling": "posterior"},
     ("*", "compare"): {"identification": "evidence"},
     ("*", "revise"): {"identification": "evidence"},
-    ("fedmerit", "salt_with"): {"compare": "all"},
+    ("fedmerit", "salt_with"): {"compare": "all", "salt": SALT},
     ("fedmerit", "keep_unknown"): {"relabelling": "published"},
     ("fedmerit", "relabel_from"): {"relabelling": "published"},
     **{
