@@ -13,8 +13,8 @@ labels (:mod:`medfed.reliability.peers`).
   clean members of a group, and holds for their peers as well. Wrong labels have no say in it. A group without a clean
   member is measured on its training targets, and its need counts at most as much as the greatest of the others.
 - Class references and corrected targets are made among peers; without a clean peer no target is changed.
-- Local steps are taken on the noise-aware objective: logit adjustment, and at clients not judged clean the received model
-  as a teacher, with the weight of the estimated share of wrong labels or the share of clean clients, whichever is
+- Local steps are taken on the noise-aware objective: logit adjustment, and at clients not judged clean the received
+  model as a teacher, with the weight of the estimated share of wrong labels or the share of clean clients, whichever is
   larger. With ``salt: true`` they are sharpness-aware (GSAM) where images differ in quality.
 
 With nobody judged noisy this is FedISM's aggregation with weights that follow the loss within the radius, by groups;
