@@ -213,14 +213,22 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
     [
         ("fedism_ich", 21 * 3 * 3, ["condition.partition.corrupted"]),
         ("oct_fedsir_kermany", 16 * 3 * (1 + 7 + 6) * 3, ["condition.partition.alpha", NOISE]),
-        ("quality_small", 9 * 2 * 3, ["condition.partition.corrupted"]),
+        ("quality_small", 10 * 2 * 3, ["condition.partition.corrupted"]),
         ("noise_small", 12 * 2 * (1 + 3 + 3) * 3, ["condition.partition.alpha", NOISE]),
+        ("noise_derm", 8 * 3 * 3, []),
+        ("ablation_small", 10 * 2 * 3, []),
+        ("both_small", 6 * 5 * 3, []),
     ],
 )
 def test_the_grids_that_come_with_medfed_are_valid(tmp_path, name, cells, axes):
     grid = load_grid(GRIDS / f"{name}.yaml", [f"cohort.root={tmp_path}", "overrides.weights=null"])
     assert len(grid.cells) == cells
     assert list(grid.axes) == axes
+
+
+def test_every_grid_that_comes_with_medfed_is_counted_above():
+    counted = test_the_grids_that_come_with_medfed_are_valid.pytestmark[0].args[1]
+    assert sorted(name for name, *_ in counted) == sorted(p.stem for p in GRIDS.glob("*.yaml"))
 
 
 def test_a_fault_names_its_cell(tmp_path, one):
