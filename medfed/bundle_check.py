@@ -33,6 +33,23 @@ _CONFIGS = (".json", ".yaml", ".yml")
 # What Python would import or unpickle from the bundle's folder, which MONAI puts on the search path.
 _CODE = (".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pth", ".egg", ".whl", ".zip")
 _LOGGING_CLASSES = ("StreamHandler", "NullHandler", "logging.StreamHandler", "logging.NullHandler")
+_LOGGING_TEXT = ("format", "datefmt")
+# Whatever else a version of Python knows may be evaluated too, as ``defaults`` of a formatter is since 3.12.
+_LOGGING_KEYS = frozenset(
+    (
+        *_LOGGING_TEXT,
+        "keys",
+        "level",
+        "handlers",
+        "formatter",
+        "class",
+        "args",
+        "kwargs",
+        "qualname",
+        "propagate",
+        "style",
+    )
+)
 # Of all configurations together: a generous bound for what is written by hand, and what is read before it is refused.
 _MOST_BYTES = 250_000
 
@@ -211,7 +228,10 @@ def _repeated(keys: Iterable[str]) -> list[str]:
 
 
 def _logging_faults(path: Path, name: str) -> Iterator[Fault]:
-    """``logging.config`` evaluates ``class`` and ``args`` of a handler and imports classes of formatters."""
+    """``logging.config`` evaluates ``class`` and ``args`` of a handler and imports classes of formatters.
+
+    It does so after one key's text has been put into another's (``%(name)s``).
+    """
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(path.read_text(encoding="utf-8"))
@@ -222,6 +242,11 @@ def _logging_faults(path: Path, name: str) -> Iterator[Fault]:
         for key, value in parser[section].items():
             if key == "class" and value not in _LOGGING_CLASSES:
                 yield Fault(f"{name}: {section}", f"the class {value!r} is not allowed.", "Use StreamHandler.")
+            if key not in _LOGGING_KEYS:
+                yield Fault(f"{name}: {section}", f"the key {key!r} is not allowed.", "Leave it out.")
+            elif "%" in value and key not in _LOGGING_TEXT:
+                # %(name)s becomes the text of another key before it is evaluated: what is read here is not what runs.
+                yield Fault(f"{name}: {section}", f"{key} refers to another key.", "Write it out.")
             if key in ("args", "kwargs") and not _literal(value):
                 yield Fault(f"{name}: {section}", f"{key} is no plain value.", "Use (sys.stdout,).")
 

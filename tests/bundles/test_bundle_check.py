@@ -306,6 +306,11 @@ def test_a_folder_that_cannot_be_listed_is_refused(own, monkeypatch):
         ("class=StreamHandler", "class=logging.handlers.HTTPHandler", "HTTPHandler"),
         ("args=(sys.stdout,)", "args=(__import__('os').system('x'),)", "args is no plain value"),
         ("format=%(asctime)s", "class=os.system\nformat=%(asctime)s", "'os.system'"),
+        ("args=(sys.stdout,)", "args=('%(level)s',)", "args refers to another key"),
+        ("args=(sys.stdout,)", "args=()\nkwargs={'stream': '%(level)s'}", "kwargs refers to another key"),
+        ("class=StreamHandler", "class=%(level)s", "class refers to another key"),
+        ("format=%(asctime)s", "defaults=print('x')\nformat=%(asctime)s", "'defaults' is not allowed"),
+        ("[loggers]", "[DEFAULT]\nx='+print('x')+'\n[loggers]", "'x' is not allowed"),
         ("[loggers]", "loggers", "no logging configuration"),
     ],
 )
@@ -316,6 +321,20 @@ def test_logging_configuration_is_code_too(own, old, new, said):
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(BundleRefused, match=said):
         check_bundle(folder)
+
+
+def test_text_put_into_the_arguments_of_a_handler_would_have_run(own, tmp_path, monkeypatch):
+    """Each value is plain by itself; together they are code."""
+    monkeypatch.chdir(tmp_path)
+    path = own() / "configs" / "logging.conf"
+    text = path.read_text().replace("args=(sys.stdout,)", "args=('%(x)s',)\nx='+str(open('ran', 'w').close())+'")
+    path.write_text(text)
+    with pytest.raises(BundleRefused) as refused:
+        check_bundle(path.parents[1])
+    assert not Path("ran").exists()
+    assert {"args refers to another key.", "the key 'x' is not allowed."} <= {f.what for f in refused.value.faults}
+    subprocess.run([sys.executable, "-c", f"from logging.config import fileConfig; fileConfig({str(path)!r})"])
+    assert Path("ran").exists()
 
 
 @pytest.mark.parametrize(
