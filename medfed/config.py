@@ -22,11 +22,13 @@ from medfed.tracking.settings import TrackingSettings
 KINDS = dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values") | dict.fromkeys(
     ("list_type", "tuple_type"), "should be a list, e.g. [a, b]"
 )
-KINDS["string_pattern_mismatch"] = (
+"""What pydantic says in terms of Python, as a writer of YAML would say it."""
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$"
+"""What names of experiments and grids are made of."""
+NAME_FAULT = (
     "should be the letters a to z and A to Z, digits, '.', '_' and '-' alone, begin with a letter or a digit and be no "
     "longer than 61"
 )
-"""What pydantic says in terms of Python, as a writer of YAML would say it."""
 
 
 class Section(BaseModel):
@@ -172,7 +174,7 @@ class Experiment(Section):
             the environment variable ``MEDFED_CACHE``, else ``~/.cache/medfed``.
     """
 
-    name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")
+    name: str = Field("experiment", pattern=NAME)
     cohort: CohortSection | None = None
     sites: SitesSection | None = None
     condition: ConditionSpec = Field(default_factory=ConditionSpec)
@@ -332,6 +334,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
             lines.append(f"'{key}' is missing.")
         else:
             what = KINDS.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+            what = NAME_FAULT if fault.get("ctx", {}).get("pattern") == NAME else what
             lines.append(f"'{key}': {what} (given: {fault['input']!r:.80}).")
     return lines
 

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from medfed.checks import check_method
-from medfed.config import Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
+from medfed.config import NAME, Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
 from medfed.errors import ConfigError, DataError, nearest
 from medfed.experiment import kind_of
 from medfed.methods.registry import resolve_method
@@ -52,7 +52,7 @@ class GridFile(Section):
         output: folder of the grid's folder.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$")
+    name: str = Field(pattern=NAME)
     base: Path | dict[str, Any]
     changes: dict[str, Any] = Field(default_factory=dict)
     methods: list[str | dict[str, Any]] = Field(min_length=1)
