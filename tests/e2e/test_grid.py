@@ -218,6 +218,7 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
         ("noise_derm", 8 * 3 * 3, []),
         ("ablation_small", 10 * 2 * 3, []),
         ("both_small", 6 * 5 * 3, []),
+        ("public_small", 4 * 3 * 3, []),
     ],
 )
 def test_the_grids_that_come_with_medfed_are_valid(tmp_path, name, cells, axes):
