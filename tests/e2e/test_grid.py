@@ -216,7 +216,7 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
         ("quality_small", 10 * 2 * 3, ["condition.partition.corrupted"]),
         ("noise_small", 12 * 2 * (1 + 3 + 3) * 3, ["condition.partition.alpha", NOISE]),
         ("noise_derm", 8 * 3 * 3, []),
-        ("ablation_small", 10 * 2 * 3, []),
+        ("ablation_small", 9 * 2 * 3, []),
         ("both_small", 6 * 5 * 3, []),
         ("public_small", 4 * 3 * 3, []),
     ],

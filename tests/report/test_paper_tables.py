@@ -324,6 +324,13 @@ def test_a_method_of_the_same_kind_that_lacks_a_part_by_itself_is_no_ablation(tm
     assert list(grid_of(shown(cells, "oct-fedsir-4"))) == ["oct_fedsir (full)", "w/o relabelling (no relabelling)"]
 
 
+def test_an_ablation_does_not_say_twice_what_a_label_says_already(tmp_path):
+    methods = {"full": NOISY["oct_fedsir"], "w/o relabelling": NOISY["no relabelling"]}
+    numbers = lambda c, m, s, t: {"clean": {"accuracy": 0.5, "f1_macro": 0.5}}  # noqa: E731
+    cells = load_cells(make_grid(tmp_path / "g", methods, {"": labels()}, numbers, seeds=[0]))
+    assert list(grid_of(shown(cells, "oct-fedsir-4"))) == ["full", "w/o relabelling"]
+
+
 def test_wrong_labels_and_corrupted_images_at_once(tmp_path):
     """A two by two: both papers' tables; images corrupted under true labels are a claim and no reference."""
 

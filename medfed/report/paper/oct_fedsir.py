@@ -148,8 +148,11 @@ def ablation(cells: GridCells) -> list[PaperTable] | str:
     for name in ("accuracy", "f1_macro"):
         columns.append(Column(f"clean/{name}", metric(name).axis, "", conditions))
         columns.append(Column(f"clean/{name}", "difference", "", conditions, minus=full))
-    rows = [Row(f"{full} (full)", full)]
-    rows += [Row(f"w/o {' and '.join(off)} ({m})", m) for m, off in parts.items() if off and _kin(cells, full, m)]
+    rows = [Row(full if full == "full" else f"{full} (full)", full)]
+    for label, off in parts.items():
+        if off and _kin(cells, full, label):
+            name = f"w/o {' and '.join(off)}"
+            rows.append(Row(name if label == name else f"{name} ({label})", label))
     title = f"parts of {full}, mean over {len(conditions)} condition{'s' if len(conditions) > 1 else ''}"
     table = build(cells, "oct-fedsir-4", f"{PAPER}, Table 4", title, rows, columns, "configuration")
     return [table] if table else "accuracy is not recorded"
