@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import permutation_test
+from scipy.stats import binomtest, permutation_test
 
 from medfed.report.paper.statistics import (
     DRAWN,
@@ -55,10 +55,16 @@ def test_sign_flips_are_those_of_scipy(differences):
     assert sign_flip(differences) == pytest.approx(min(1.0, found.pvalue), abs=1e-9)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9, 12])
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 12, 36])
 def test_the_smallest_p_is_that_of_differences_of_one_sign(count):
     assert smallest_sign_flip(count) == pytest.approx(2 / 2**count)
     assert sign_flip([0.5] * count) == pytest.approx(smallest_sign_flip(count))
+
+
+@pytest.mark.parametrize(("plus", "minus"), [(15, 5), (13, 8), (25, 11), (18, 18)])
+def test_sign_flips_of_dozens_of_equal_differences_are_those_of_the_sign_test(plus, minus):
+    p = binomtest(plus, plus + minus).pvalue
+    assert sign_flip([0.1] * plus + [-0.1] * minus) == pytest.approx(p, rel=1e-9)
 
 
 def test_many_differences_are_drawn_and_come_near_the_normal_distribution():

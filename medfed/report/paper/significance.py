@@ -41,7 +41,7 @@ class Test:
         method: label of the method.
         differences: by condition and seed.
         better: in how many of them the method is better.
-        p: of the exact sign-flip test over all pairs.
+        p: of the sign-flip test over all pairs.
         p_holm: the same, corrected for the number of methods.
         p_seeds: of the sign-flip test over the means of each seed.
         p_rank: of Wilcoxon's signed-rank test over all pairs.

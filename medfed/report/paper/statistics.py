@@ -6,14 +6,13 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from medfed.seeding import numpy_generator
 
-EXACT = 16
-"""Most differences whose sign changes are gone through one by one."""
+EXACT = 36
+"""Most differences all of whose sign changes are counted."""
 DRAWN = 19_999
 """Sign changes that are drawn where there are more differences."""
 
@@ -39,7 +38,8 @@ def sign_flip(differences: Sequence[float]) -> float | None:
     """Two-sided p of the sign-flip test of the mean of paired differences (Fisher 1935).
 
     Under the hypothesis each difference is as likely to have the other sign.  Exact for up to :data:`EXACT`
-    differences; for more, sign changes are drawn, and what was observed counts as one of them.
+    differences: sums of one half of them are counted against sums of the other.  For more, sign changes are drawn, and
+    what was observed counts as one of them.
 
     Returns:
         The share of sign changes whose mean is at least as far from 0; None without a difference.
@@ -47,10 +47,17 @@ def sign_flip(differences: Sequence[float]) -> float | None:
     found = np.asarray(differences, np.float64)
     if not len(found):
         return None
-    sums = np.abs(_signs(len(found)) @ found)
     # Sums of the same numbers in another order differ in their last bits.
-    far = int(np.count_nonzero(sums >= abs(found.sum()) - 1e-12 * np.abs(found).sum()))
-    return far / len(sums) if len(found) <= EXACT else (far + 1) / (len(sums) + 1)
+    least = abs(found.sum()) - 1e-12 * np.abs(found).sum()
+    if least <= 0:
+        return 1.0
+    if len(found) > EXACT:
+        signs = numpy_generator(0, "sign flips", len(found)).choice(np.array([-1.0, 1.0]), (DRAWN, len(found)))
+        return (int(np.count_nonzero(np.abs(signs @ found) >= least)) + 1) / (DRAWN + 1)
+    one, other = _sums(found[: len(found) // 2]), _sums(found[len(found) // 2 :])
+    above = len(other) - np.searchsorted(other, least - one, side="left")
+    below = np.searchsorted(other, -least - one, side="right")
+    return int(above.sum() + below.sum()) / 2.0 ** len(found)
 
 
 def smallest_sign_flip(count: int) -> float:
@@ -58,13 +65,12 @@ def smallest_sign_flip(count: int) -> float:
     return 2.0 ** (1 - max(count, 1)) if count <= EXACT else 1 / (DRAWN + 1)
 
 
-@lru_cache(maxsize=4)
-def _signs(count: int) -> np.ndarray:
-    """Sign changes ``[P, count]``; of an exact test those of one half, whose mirror images give the same sums."""
-    if count > EXACT:
-        return numpy_generator(0, "sign flips", count).choice(np.array([-1.0, 1.0]), (DRAWN, count))
-    bits = np.arange(1 << (count - 1))[:, None] >> np.arange(count) & 1
-    return 1.0 - 2.0 * bits
+def _sums(numbers: np.ndarray) -> np.ndarray:
+    """Sums of the numbers under all changes of their signs ``[2^n]``, sorted."""
+    sums = np.zeros(1)
+    for number in numbers:
+        sums = np.concatenate([sums - number, sums + number])
+    return np.sort(sums)
 
 
 def signed_rank(differences: Sequence[float]) -> float | None:
