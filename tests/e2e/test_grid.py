@@ -28,6 +28,7 @@ from medfed.grid import Bench, Event, check_same, copy_the_rest, run_grid, stand
 from medfed.grid_file import digest, expand, load_grid
 from medfed.grid_screen import GridScreen, span, time_left
 from medfed.grid_workers import end_with_parent, seeing, share
+from medfed.methods.registry import resolve_method
 from medfed.report.grid import grid_tables, write_grid_report
 from medfed.report.grid_cells import load_cells
 
@@ -230,6 +231,14 @@ def test_the_grids_that_come_with_medfed_are_valid(tmp_path, name, cells, axes):
 def test_every_grid_that_comes_with_medfed_is_counted_above():
     counted = test_the_grids_that_come_with_medfed_are_valid.pytestmark[0].args[1]
     assert sorted(name for name, *_ in counted) == sorted(p.stem for p in GRIDS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in GRIDS.glob("*.yaml")))
+def test_methods_of_a_grid_that_comes_with_medfed_train_equally_long(tmp_path, name):
+    """Defaults of one and of five epochs a round are no comparison. RHFL's default is a whole number of its own."""
+    grid = load_grid(GRIDS / f"{name}.yaml", [f"cohort.root={tmp_path}", "overrides.weights=null"])
+    epochs = {c.method: getattr(resolve_method(c.experiment.method)[1], "local_epochs", None) for c in grid.cells}
+    assert {e for method, e in epochs.items() if not method.startswith("rhfl") or e is not None} == {1}, epochs
 
 
 def test_a_fault_names_its_cell(tmp_path, one):
