@@ -10,6 +10,7 @@ import ast
 import configparser
 import hashlib
 import json
+import locale
 import os
 import re
 from collections import Counter
@@ -30,8 +31,12 @@ METADATA = "configs/metadata.json"
 TRAIN = "configs/train.yaml"
 SCHEMA = "bundle_metadata.json"
 _CONFIGS = (".json", ".yaml", ".yml")
-# What Python would import or unpickle from the bundle's folder, which MONAI puts on the search path.
-_CODE = (".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pth", ".egg", ".whl", ".zip")
+# What Python would import or unpickle from the bundle's folder, which MONAI puts on the search path, and what makes it
+# an installed package: entry points are loaded and called, and tell of versions that are not there.
+_CODE = (
+    *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pth", ".egg", ".whl", ".zip"),
+    *(".dist-info", ".egg-info"),
+)
 _LOGGING_CLASSES = ("StreamHandler", "NullHandler", "logging.StreamHandler", "logging.NullHandler")
 _LOGGING_TEXT = ("format", "datefmt")
 # Whatever else a version of Python knows may be evaluated too, as ``defaults`` of a formatter is since 3.12.
@@ -152,7 +157,7 @@ def _file_faults(root: Path) -> Iterator[Fault]:
                 yield Fault(_below(root, path), "it is a symbolic link.", "Put the file itself there.")
             elif not path.is_file() and not path.is_dir():
                 yield Fault(_below(root, path), "it is neither a file nor a folder.", "Remove it.")
-            elif path.suffix.lower() in _CODE and path.is_file():
+            elif path.suffix.lower() in _CODE:
                 yield Fault(_below(root, path), "it is code or may hold code.", "Install code as a package instead.")
     for error in closed:
         yield Fault(_below(root, Path(error.filename)), "it cannot be listed.", "Let this user read it.")
@@ -169,6 +174,9 @@ def _faults(root: Path, allow: Collection[str]) -> Iterator[Fault]:
     """What the configurations hold."""
     for path in config_files(root):
         name = _below(root, path)
+        if _swallows(path.read_bytes()):
+            what = f"in the encoding of this machine, {locale.getpreferredencoding(False)}, it is another text."
+            yield Fault(name, what, "Write it in ASCII, or set PYTHONUTF8=1.")
         if path.suffix.lower() in _CONFIGS:
             yield from _config_faults(path, name, allow)
         elif path.name == "logging.conf":
@@ -176,6 +184,12 @@ def _faults(root: Path, allow: Collection[str]) -> Iterator[Fault]:
         else:
             yield Fault(name, "it is no configuration.", f"Keep {', '.join(_CONFIGS)} and logging.conf there.")
     yield from _metadata_faults(root)
+
+
+def _swallows(content: bytes) -> bool:
+    """Whether MONAI and Python, which read in the encoding of the machine, lose a quote or a backslash to a letter."""
+    here = content.decode(locale.getpreferredencoding(False), errors="replace")
+    return here.encode("ascii", errors="ignore") != bytes(byte for byte in content if byte < 128)
 
 
 def _config_faults(path: Path, name: str, allow: Collection[str]) -> Iterator[Fault]:

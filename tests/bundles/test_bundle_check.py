@@ -231,6 +231,8 @@ def test_what_is_no_plain_yaml_is_refused(own, text, tmp_path, monkeypatch):
         ("torch.py", "code or may hold code"),
         ("scripts/net.pyc", "code or may hold code"),
         ("models/model.pkl", "code or may hold code"),
+        ("evil-1.0.dist-info/entry_points.txt", "code or may hold code"),
+        ("evil.egg-info/entry_points.txt", "code or may hold code"),
         ("configs/run.sh", "no configuration"),
         ("configs/deep/train.YAML", "'os.system' is not on the list"),
     ],
@@ -320,6 +322,24 @@ def test_logging_configuration_is_code_too(own, old, new, said):
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(BundleRefused, match=said):
+        check_bundle(folder)
+
+
+@pytest.mark.parametrize("name", ["logging.conf", "metadata.json"])
+def test_text_of_which_this_machine_loses_a_backslash_is_refused(own, monkeypatch, name):
+    """In GBK the last byte of a euro sign and a backslash are one letter, so that text ends where it should not."""
+    folder = own()
+    path = folder / "configs" / name
+    old, new = {
+        "logging.conf": ("(sys.stdout,)", r"('\u20ac\'',)"),
+        "metadata.json": ('"name": "', r'"name": "\u20ac\"'),
+    }[name]
+    path.write_bytes(path.read_text().replace(old, new.replace(r"\u20ac", "\u20ac"), 1).encode())
+    assert "\u20ac" in path.read_text(encoding="utf-8")
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: "cp1252")
+    check_bundle(folder)
+    monkeypatch.setattr("locale.getpreferredencoding", lambda _: "gbk")
+    with pytest.raises(BundleRefused, match=f"{name}: in the encoding of this machine, gbk, it is another text"):
         check_bundle(folder)
 
 
