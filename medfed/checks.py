@@ -8,6 +8,7 @@ from medfed.data.condition import Condition
 from medfed.data.splits import straddling_patients
 from medfed.errors import ConfigError, DataError
 from medfed.federation.method import Method, MethodSettings
+from medfed.methods.registry import resolve_method
 
 
 def check_method(experiment: Experiment, method: Method, kind: str | None = None) -> None:
@@ -49,6 +50,15 @@ def advice(experiment: Experiment, settings: MethodSettings) -> list[str]:
             "engine.amp rounds the weights of every pass to 8 (CPU) or 11 (CUDA) bits, and with them the small steps "
             "of sharpness-aware training (method.salt): they are partly lost and partly noise; prefer engine.amp: false"
         )
+    method, _ = resolve_method(experiment.method)
+    clients, part = len(experiment.condition.partition.client_names()), experiment.participation
+    if method.together and (part.fraction < 1 or part.dropout > 0):
+        found.append(
+            f"{method.name} is made for all clients in every round, and participation.fraction or "
+            "participation.dropout leaves some out: what it learns of a client is then older than the round"
+        )
+    if 0 < clients < method.together:
+        found.append(f"{method.name} needs {method.together} clients: with {clients} it has nothing to compare")
     return found
 
 
@@ -80,13 +90,18 @@ def check_condition(experiment: Experiment, condition: Condition) -> None:
             where="condition",
             fix="Leave their rows out, or check the split column.",
         )
+    check_clients(experiment, len(condition.clients))
+
+
+def check_clients(experiment: Experiment, clients: int) -> None:
+    """Refuses what so many clients cannot be asked for."""
     if experiment.condition.partition.corrupted and experiment.condition.corruption is None:
         raise ConfigError(
             "clients are to be corrupted, but no corruption is given.",
             where="condition.corruption",
             fix="Add e.g. corruption: {kind: gaussian_noise, severity: 3}.",
         )
-    quorum, clients = experiment.participation.quorum, len(condition.clients)
+    quorum = experiment.participation.quorum
     asked = max(1, int(experiment.participation.fraction * clients + 0.5))
     if quorum > asked:
         raise ConfigError(

@@ -99,7 +99,7 @@ def grid(
     """
     from rich.console import Console
 
-    from medfed.grid import copy_the_rest, run_grid
+    from medfed.grid import check_cells, copy_the_rest, run_grid
     from medfed.grid_file import load_grid
     from medfed.grid_screen import GridScreen, plan
     from medfed.report.grid import grid_tables, write_grid_report
@@ -107,11 +107,16 @@ def grid(
     loaded = load_grid(file, sets or [])
     console = Console(highlight=False)
     if dry_run:
+        check_cells(loaded)
         plan(loaded, console)
         return
     screen = GridScreen(loaded, parallel or len(loaded.file.devices) or 1, console)
-    with screen:
-        run_grid(loaded, screen.tell, parallel=parallel)
+    try:
+        with screen:
+            run_grid(loaded, screen.tell, parallel=parallel)
+    except KeyboardInterrupt:
+        screen.say(f"Stopped after {screen.state.count('done')} of {len(screen.state)} cells; run it again to go on.")
+        raise
     for line in copy_the_rest(loaded):
         screen.say(line)
     if "done" in screen.state:
@@ -391,6 +396,7 @@ def main() -> None:
         typer.echo(f"medfed: {error}", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
+        typer.echo("medfed: stopped.", err=True)
         sys.exit(130)
 
 

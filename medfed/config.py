@@ -238,16 +238,32 @@ class Experiment(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once in a mapping; PyYAML would take the last one without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key '{key.value}' stands there twice", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return node
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a YAML mapping.
 
     Raises:
-        ConfigError: the file is missing, is not YAML or is not a mapping; says the line.
+        ConfigError: the file is missing, is not YAML, holds a key twice or is not a mapping; says the line.
     """
     if not path.is_file():
-        raise ConfigError("there is no such experiment file.", where=str(path), fix="Give the path of a YAML file.")
+        raise ConfigError("there is no such file.", where=str(path), fix="Give the path of a YAML file.")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from medfed.checks import advice, cautions, check_condition, check_method, check_parts
+from medfed.checks import advice, cautions, check_clients, check_condition, check_method, check_parts
 from medfed.config import CohortSection, Experiment, explain
 from medfed.data.cohort import Cohort, Findings, Task
-from medfed.data.condition import Condition, generate
+from medfed.data.condition import Condition, corrupted_clients, generate
 from medfed.data.readers import get_reader
 from medfed.data.splits import split_cohort, unite_patients
 from medfed.errors import ConfigError, DataError
@@ -208,10 +208,7 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     resolve_device(experiment.engine.device)
     say(f"Reading {experiment.cohort.root}")
     cohort = read_section(experiment.cohort, progress)
-    if experiment.condition.label_noise is not None:
-        experiment.condition.label_noise.targets(cohort.task)  # refuses before any image is decoded
-    bundle = load_bundle(experiment, cohort.task)
-    bundle.build_network(seed=0)
+    bundle = check_on(experiment, cohort)
     pipeline = bundle.pipeline()
     store = ImageStore.open(experiment.cache_dir, pipeline)
     built = store.ensure(cohort, progress=named(progress, "Decoding"), reading=named(progress, "Reading"))
@@ -264,6 +261,29 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
         data_hash=data_hash(cohort, digests),
         warnings=[*notes, *cautions(cohort, built.rows), *condition.warnings],
     )
+
+
+def check_on(experiment: Experiment, cohort: Cohort) -> TrainingBundle:
+    """Refuses what does not fit a cohort, before any of its images is decoded.
+
+    Args:
+        experiment: the validated experiment.
+        cohort: what its ``cohort`` section names.
+
+    Returns:
+        The bundle with the cohort's classes, whose network has been built once.
+
+    Raises:
+        ConfigError: a class map, a bundle, an override, weights or a number of clients that cannot work.
+    """
+    if experiment.condition.label_noise is not None:
+        experiment.condition.label_noise.targets(cohort.task)
+    if names := experiment.condition.partition.client_names():
+        check_clients(experiment, len(names))
+        corrupted_clients(names, experiment.condition)
+    bundle = load_bundle(experiment, cohort.task)
+    bundle.build_network(seed=0)
+    return bundle
 
 
 def named(progress: Progress | None, what: str) -> Callable[[int, int], None] | None:

@@ -16,17 +16,17 @@ from filelock import FileLock, Timeout
 from medfed.checks import advice, check_method
 from medfed.config import Experiment
 from medfed.errors import ConfigError, FederationError, MedfedError
-from medfed.experiment import Prepared, prepare
+from medfed.experiment import Prepared, check_on, prepare, read_section
 from medfed.grid_file import Cell, Grid
 from medfed.methods.registry import resolve_method
-from medfed.report.grid_cells import CONTENT, FAILURES, facts_of, plain
+from medfed.report.grid_cells import CONTENT, FAILURES, facts_of, plain, read_failures
 from medfed.rundir import META, RunFolder
 from medfed.running import execute, new_folder, resume
 
 if TYPE_CHECKING:
     from medfed.federation.loop import Listener
 
-DONE, PARTIAL, NEW = "done", "to be resumed", "new"
+DONE, PARTIAL, NEW, DAMAGED = "done", "to be resumed", "new", "damaged"
 PATIENCE = 30.0
 """Seconds that a cell waits for another process to let go of its run."""
 
@@ -54,12 +54,45 @@ Tell = Callable[[Event], None]
 
 
 def standing(cell: Cell) -> tuple[str, int]:
-    """How a cell stands (:data:`DONE`, :data:`PARTIAL` or :data:`NEW`), and how many rounds of it are recorded."""
+    """How a cell stands, and how many rounds of it are recorded.
+
+    Returns:
+        :data:`DONE`, :data:`PARTIAL`, :data:`NEW` or :data:`DAMAGED` (see :func:`check_whole`), and the rounds.
+    """
     if not (cell.folder / META).is_file():
         return NEW, 0
+    rounds = recorded(cell)
+    try:
+        check_whole(cell)
+    except MedfedError:
+        return DAMAGED, rounds
+    return (DONE if RunFolder(cell.folder).meta()["status"] == "completed" else PARTIAL), rounds
+
+
+def recorded(cell: Cell) -> int:
+    """Rounds whose records are there as far as can be told without reading what is in them."""
+    try:
+        lines = RunFolder(cell.folder).records.read_bytes().splitlines()
+    except OSError:
+        return 0
+    return sum(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
+
+
+def check_whole(cell: Cell) -> None:
+    """Refuses a run that says nothing of how it stands, or that is completed without the records of its rounds.
+
+    Nothing repairs it: whether to remove a run is for a person to say.
+
+    Raises:
+        ConfigError: what is wrong, and what to do.
+    """
     run = RunFolder(cell.folder)
-    rounds = len(run.records.read_bytes().splitlines()) if run.records.is_file() else 0
-    return (DONE if run.meta().get("status") == "completed" else PARTIAL), rounds
+    if run.meta()["status"] == "completed" and (found := recorded(cell)) < cell.experiment.rounds:
+        raise ConfigError(
+            f"the run is completed, but {run.records.name} holds {found} of its {cell.experiment.rounds} rounds.",
+            where=str(cell.folder),
+            fix="Restore that file, or remove the folder and run the grid again.",
+        )
 
 
 class Bench:
@@ -73,6 +106,7 @@ class Bench:
         self.device = device
         self._group: tuple[str, int] | None = None
         self._prepared: Prepared | None = None
+        self._refused: MedfedError | None = None
 
     def run(self, cell: Cell, others: Sequence[Path], listener: Listener) -> None:
         """Runs a cell from its beginning, or from its last checkpoint.
@@ -103,9 +137,16 @@ class Bench:
         if self.device is not None:
             engine = experiment.engine.model_copy(update={"device": self.device})
             experiment = experiment.model_copy(update={"engine": engine})
+        if self._group == cell.group and self._refused is not None:
+            raise self._refused
         if self._prepared is None or self._group != cell.group:
-            self._prepared = None  # two cohorts need not be in memory at once
-            self._prepared, self._group = prepare(experiment), cell.group
+            self._prepared, self._refused = None, None  # two cohorts need not be in memory at once
+            self._group = cell.group
+            try:
+                self._prepared = prepare(experiment)
+            except MedfedError as error:  # no method is in it: they are checked when the grid is read
+                self._refused = error
+                raise
             return self._prepared
         return with_method(self._prepared, experiment)
 
@@ -135,7 +176,10 @@ def check_same(prepared: Prepared, others: Sequence[Path]) -> None:
     for path in others:
         if not (path / META).is_file():
             continue
-        meta = RunFolder(path).meta()
+        try:
+            meta = RunFolder(path).meta()
+        except MedfedError:
+            continue  # a damaged run is reported as a failure of its own
         for what, key, value in (
             ("condition", "condition_hash", prepared.condition.hash),
             ("initial model", "initial_model_hash", prepared.initial_model_hash),
@@ -199,7 +243,7 @@ def write_json(path: Path, content: Any) -> None:
 def remembering(grid: Grid, tell: Tell) -> Tell:
     """Tells on, and writes down which cells have failed and why, for reports."""
     path = grid.folder / FAILURES
-    failed: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    failed = read_failures(grid.folder)
 
     def told(event: Event) -> None:
         name = grid.cells[event.cell].folder.name
@@ -213,6 +257,49 @@ def remembering(grid: Grid, tell: Tell) -> Tell:
     return told
 
 
+def check_cells(grid: Grid) -> None:
+    """Refuses a cell that is still to be run, for all that can be told of it without decoding an image.
+
+    Devices, bundles with their overrides and weights, class maps of label noise and the number of clients are looked
+    at, each combination once; cohorts are read, one at a time, for the names of their classes.
+
+    Raises:
+        MedfedError: what is wrong, with the name of the first cell that has it.
+    """
+    from medfed.training.local import resolve_device
+
+    for device in grid.file.devices:
+        resolve_device(device)
+    waiting: dict[str, list[Cell]] = {}
+    for cell in grid.cells:
+        if cell.experiment.cohort is not None and standing(cell)[0] in (NEW, PARTIAL):
+            waiting.setdefault(cell.experiment.cohort.model_dump_json(), []).append(cell)
+    for cells in waiting.values():
+        cohort, seen = None, set()
+        for cell in cells:
+            experiment = cell.experiment
+            if (parts := _checked_parts(experiment)) in seen:
+                continue
+            seen.add(parts)
+            try:
+                if not grid.file.devices:
+                    resolve_device(experiment.engine.device)
+                if cohort is None:
+                    cohort = read_section(experiment.cohort)
+                check_on(experiment, cohort)
+            except MedfedError as error:
+                raise type(error)(str(error), where=cell.name) from None
+
+
+def _checked_parts(experiment: Experiment) -> str:
+    """What :func:`check_cells` looks at, as text."""
+    content = experiment.model_dump(
+        mode="json", include={"bundle", "overrides", "engine", "participation", "condition"}
+    )
+    content["condition"].pop("seed")
+    return json.dumps(content, sort_keys=True)
+
+
 def others_of(grid: Grid, cell: Cell) -> list[Path]:
     """Folders of the other cells of a cell's group."""
     return [c.folder for c in grid.cells if c.group == cell.group and c is not cell]
@@ -220,8 +307,11 @@ def others_of(grid: Grid, cell: Cell) -> list[Path]:
 
 def attempt(bench: Bench, cell: Cell, index: int, others: Sequence[Path], tell: Tell) -> None:
     """Runs a cell and tells how it went; a failure ends nothing but the cell."""
-    tell(Event("start", index, standing(cell)[1]))
+    state, rounds = standing(cell)
+    tell(Event("start", index, rounds))
     try:
+        if state == DAMAGED:
+            check_whole(cell)
         bench.run(cell, others, lambda record, _: tell(Event("round", index, record["round"])))
     except MedfedError as error:
         tell(Event("failed", index, reason=str(error)))
@@ -266,7 +356,7 @@ def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
         parallel: cells at a time; by default as many as the grid names devices, or one.
 
     Raises:
-        FederationError: another process is running the grid.
+        MedfedError: another process is running the grid, or a cell cannot be run; see :func:`check_cells`.
         KeyboardInterrupt: all cells stand at their last checkpoints.
     """
     slots = parallel or len(grid.file.devices) or 1
@@ -274,6 +364,7 @@ def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
         write_content(grid)
         tell = remembering(grid, tell)
         waiting = [i for i, cell in enumerate(grid.cells) if standing(cell)[0] != DONE]
+        check_cells(grid)
         if slots > 1 or grid.file.devices:
             from medfed.grid_workers import run_side_by_side
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, StrictInt, ValidationError, field_validator
 
 from medfed.checks import check_method
 from medfed.config import NAME, Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
 from medfed.errors import ConfigError, DataError, nearest
 from medfed.experiment import kind_of
 from medfed.methods.registry import resolve_method
+from medfed.report.metrics import NAMES
 
 LABEL = "label"
 WHERE_NOT_WHAT = (
@@ -57,11 +58,47 @@ class GridFile(Section):
     changes: dict[str, Any] = Field(default_factory=dict)
     methods: list[str | dict[str, Any]] = Field(min_length=1)
     conditions: list[dict[str, Any]] | dict[str, list[Any]] = Field(default_factory=list)
-    seeds: list[int] = Field(default=[0], min_length=1)
+    seeds: list[StrictInt] = Field(default=[0], min_length=1)
     devices: list[str] = Field(default_factory=list)
     baseline: str | None = None
     metrics: list[str] | None = None
     output: Path = Path("runs")
+
+    @field_validator("base", mode="before")
+    @classmethod
+    def _file_or_section(cls, value: Any) -> Any:
+        if not isinstance(value, (str, Path, Mapping)):
+            raise ValueError("should be the path of an experiment file, or the experiment itself")
+        return value
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _names_or_sections(cls, value: Any) -> Any:
+        if isinstance(value, list) and (bad := [v for v in value if not isinstance(v, (str, Mapping))]):
+            raise ValueError(f"should be names or sections of methods, which {bad[0]!r} is not")
+        return value
+
+    @field_validator("conditions", mode="before")
+    @classmethod
+    def _changes_or_axes(cls, value: Any) -> Any:
+        axes = isinstance(value, Mapping)
+        if not axes and not isinstance(value, list):
+            raise ValueError("should be a list of changes, or axes by name")
+        parts = value.values() if axes else value
+        if bad := [part for part in parts if not isinstance(part, list if axes else Mapping)]:
+            raise ValueError(
+                f"{bad[0]!r} should be a list of values"
+                if axes
+                else f"{bad[0]!r} should be a section of keys and values to change"
+            )
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _recorded(cls, value: list[str] | None) -> list[str] | None:
+        if bad := [name for name in value or () if name not in NAMES]:
+            raise ValueError(f"'{bad[0]}' is no metric. {nearest(bad[0], NAMES)}")
+        return value
 
     @field_validator("seeds")
     @classmethod
@@ -146,6 +183,7 @@ def load_grid(path: Path, sets: Iterable[str] = ()) -> Grid:
         raise ConfigError("\n  ".join(explain(error, GridFile)), where=str(path)) from None
     experiment = _base(file, path)
     experiment["output"] = str(file.output)
+    _refuse_own((*file.changes, *(text.split("=")[0].strip() for text in sets)), str(path))
     for key, value in file.changes.items():
         experiment = apply_change(experiment, key, value, f"{path}: changes")
     # What is asked for on the command line goes before what the files say.
@@ -177,6 +215,13 @@ def load_grid(path: Path, sets: Iterable[str] = ()) -> Grid:
     return Grid(file, folder, tuple(cells), axes)
 
 
+def _refuse_own(keys: Iterable[str], where: str) -> None:
+    """Refuses changes of what a grid has keys of its own for: they would be overwritten without a word."""
+    for key in keys:
+        if key.split(".")[0] in ("method", "seed"):
+            raise ConfigError(f"'{key}' cannot be changed in a grid.", where=where, fix="Use 'methods' and 'seeds'.")
+
+
 def _base(file: GridFile, path: Path) -> dict[str, Any]:
     if isinstance(file.base, Path):
         source = path.parent / file.base
@@ -189,11 +234,18 @@ def _methods(given: Sequence[str | Mapping[str, Any]], where: str) -> dict[str, 
     found: dict[str, dict[str, Any]] = {}
     for entry in given:
         section = {"name": entry} if isinstance(entry, str) else dict(entry)
-        label = str(section.pop(LABEL, section.get("name")))
+        label = _label(section.pop(LABEL, section.get("name")), where)
         if label in found:
             raise ConfigError(f"two methods are called '{label}'.", where=where, fix="Give each a label of its own.")
         found[label] = section
     return found
+
+
+def _label(given: Any, where: str) -> str:
+    """A label as text; one that says nothing is refused."""
+    if given is None or not str(given).strip():
+        raise ConfigError("a label is empty.", where=where, fix="Write one, or leave the key 'label' out.")
+    return str(given)
 
 
 def expand(
@@ -210,12 +262,13 @@ def expand(
     """
     if isinstance(conditions, Mapping):
         axes = [_axis(name, values, where) for name, values in conditions.items()]
+        _check_apart(axes, list(conditions), where)
         product = [
             (", ".join(label for label, _ in parts), {k: v for _, changes in parts for k, v in changes.items()})
             for parts in itertools.product(*axes)
         ]
     else:
-        product = [_change(entry) for entry in conditions] or [("", {})]
+        product = [_change(entry, where) for entry in conditions] or [("", {})]
     found: dict[str, dict[str, Any]] = {}
     for label, changes in product:
         if label in found:
@@ -236,16 +289,31 @@ def _axis(name: str, values: Sequence[Any], where: str) -> list[tuple[str, dict[
     found = []
     for value in values:
         if isinstance(value, Mapping) and (LABEL in value or any("." in str(k) for k in value)):
-            found.append(_change(value))
+            found.append(_change(value, where))
         else:
             found.append((f"{plain} {value}" if _is_number(value) else str(value), {name: value}))
     return found
 
 
-def _change(entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _check_apart(axes: Sequence[Sequence[tuple[str, Mapping[str, Any]]]], names: Sequence[str], where: str) -> None:
+    """Refuses two axes of which the later one overwrites what the earlier one sets."""
+    earlier: dict[str, str] = {}
+    for axis, name in zip(axes, names):
+        own = {key for _, changes in axis for key in changes}
+        for key, before in itertools.product(sorted(own), earlier):
+            if key == before or before.startswith(f"{key}."):
+                raise ConfigError(
+                    f"the axis '{name}' changes '{key}' and so overwrites the axis '{earlier[before]}'.",
+                    where=f"{where}: conditions",
+                    fix="Let each axis change keys of its own.",
+                )
+        earlier |= dict.fromkeys(own, name)
+
+
+def _change(entry: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     changes = {str(k): v for k, v in entry.items() if k != LABEL}
     default = ", ".join(f"{k.split('.')[-1].replace('_', ' ')} {v}" for k, v in changes.items())
-    return str(entry.get(LABEL, default)), changes
+    return (_label(entry[LABEL], where) if LABEL in entry else default), changes
 
 
 def _is_number(value: Any) -> bool:
@@ -265,8 +333,13 @@ def _cell(condition: str, method: str, experiment: Experiment, folder: Path) -> 
             where=str(experiment.cohort.root),
             fix="Set cohort.root, e.g. with --set cohort.root=/path/to/data.",
         )
-    words = [slug(condition), slug(method), f"s{experiment.seed}", digest(experiment)[:10]]
-    return Cell(condition, method, experiment.seed, experiment, folder / "-".join(filter(None, words)))
+    key = digest(experiment)[:10]
+    words = [slug(condition), slug(method), f"s{experiment.seed}", key]
+    own = folder / "-".join(filter(None, words))
+    if not own.exists():
+        # A label is nothing but a label: the same experiment may be here under an earlier one.
+        own = next(iter(sorted(folder.glob(f"*-s{experiment.seed}-{key}"))), own)
+    return Cell(condition, method, experiment.seed, experiment, own)
 
 
 def slug(text: str) -> str:

@@ -98,8 +98,22 @@ class RunFolder:
             lock.release()
 
     def meta(self) -> dict[str, Any]:
-        """The content of ``run.json``."""
-        return json.loads((self.path / META).read_text(encoding="utf-8"))
+        """The content of ``run.json``.
+
+        Raises:
+            ConfigError: it cannot be read, or says nothing of how the run stands.
+        """
+        try:
+            meta = json.loads((self.path / META).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            meta = None
+        if not isinstance(meta, dict) or not isinstance(meta.get("status"), str):
+            raise ConfigError(
+                f"its {META} is damaged.",
+                where=str(self.path),
+                fix="Restore that file, or remove the folder and run again.",
+            )
+        return meta
 
     def write_meta(self, **fields: Any) -> dict[str, Any]:
         """Adds fields to ``run.json``, atomically, and returns all of it."""

@@ -64,7 +64,7 @@ def generate(train: Cohort, test: Cohort, spec: ConditionSpec, digests: Mapping[
     test = test.select(np.argsort(test.table["sample"].to_numpy(dtype=str), kind="stable"))
     train, public = _set_apart(train, spec)
     names, parts = _partition(train, test, spec)
-    corrupted, noisy = _corrupted(names, spec), _noisy(names, parts, train, spec)
+    corrupted, noisy = corrupted_clients(names, spec), _noisy(names, parts, train, spec)
     owner = np.empty(len(train), dtype=np.int64)
     for k, rows in enumerate(parts):
         owner[rows] = k
@@ -124,7 +124,12 @@ def _partition(train: Cohort, test: Cohort, spec: ConditionSpec) -> tuple[tuple[
     return how.client_names(), parts
 
 
-def _corrupted(names: tuple[str, ...], spec: ConditionSpec) -> tuple[str, ...]:
+def corrupted_clients(names: tuple[str, ...], spec: ConditionSpec) -> tuple[str, ...]:
+    """The clients whose images are corrupted: named, the last ones, or drawn.
+
+    Raises:
+        ConfigError: there are not so many clients or not of that name, or no corruption is given.
+    """
     how = spec.partition
     named = how.corrupted_clients
     if named is not None:

@@ -73,6 +73,7 @@ class Method:
             ``client.public`` and the server as ``server.public``.
         personal: whether every client has a model of its own and there is no global one. Clients keep theirs in their
             memories under ``model/``, and these are evaluated.
+        together: fewest clients of a method that needs all of them in every round; 0 where any part of them will do.
     """
 
     name: str
@@ -87,3 +88,4 @@ class Method:
     task_kinds: tuple[str, ...] = field(default=("multiclass", "multilabel"))
     public: bool = False
     personal: bool = False
+    together: int = 0

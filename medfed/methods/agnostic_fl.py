@@ -157,4 +157,5 @@ METHOD = Method(
     settings=AgnosticSettings,
     sends="mini-batch loss (its model is one gradient step)",
     needs="all clients every round",
+    together=1,
 )

@@ -171,4 +171,5 @@ METHOD = Method(
     sends="sample count, score of the model without it",
     keeps="its previous trained parameters",
     needs="two clients; all of them every round; validation data",
+    together=2,
 )

@@ -139,7 +139,7 @@ def load_cells(folder: Path) -> GridCells:
     try:
         content: dict[str, Any] = json.loads((folder / CONTENT).read_text(encoding="utf-8"))
         name, listed = str(content["name"]), content["cells"]
-        failures = _failures(folder)
+        failures = read_failures(folder)
         cells = tuple(read_cell(folder, entry, failures) for entry in listed)
     except FileNotFoundError:
         raise MedfedError("is not the folder of a grid.", where=str(folder), fix=f"It lacks {CONTENT}.") from None
@@ -190,9 +190,10 @@ def _told(content: Any, labels: Iterable[str]) -> dict[str, Mapping[str, Any]]:
     return {label: told if isinstance(told := given.get(label), Mapping) else {} for label in labels}
 
 
-def _failures(folder: Path) -> dict[str, str]:
-    path = folder / FAILURES
-    if not path.is_file():
+def read_failures(folder: Path) -> dict[str, str]:
+    """Reasons of failed cells by folder; none where the file is not there or damaged: the next failure writes it."""
+    try:
+        found = json.loads((folder / FAILURES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
     return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}

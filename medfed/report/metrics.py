@@ -93,6 +93,9 @@ _KNOWN = {
     )
 }
 
+NAMES = frozenset(_KNOWN)
+"""The metrics that evaluations record for a test set as a whole."""
+
 FAMILIES = {
     "balanced accuracy": ("balanced_accuracy", "accuracy"),
     "AUC": ("auc_ovo", "auc_macro", "auc_ovr"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from experiments import changed, environment, tiny_experiment
+from grids import grid_file, ran
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +59,32 @@ def command(data, tmp_path):
 
     run.prepare = prepare  # type: ignore[attr-defined]
     return run
+
+
+@pytest.fixture
+def one(data):
+    """One round of the tiny experiment."""
+    return changed(data, {"rounds": 1, "evaluation": {"last": 1}})
+
+
+@pytest.fixture(scope="session")
+def finished(images, cache, tmp_path_factory):
+    """A grid of two methods and two seeds that has run, with the events of it; tests copy it."""
+    from medfed.grid_file import load_grid
+
+    folder = tmp_path_factory.mktemp("grid")
+    base = {**tiny_experiment(images, cache, folder / "runs"), "rounds": 1, "evaluation": {"last": 1}}
+    file = grid_file(folder, base, seeds=[0, 1])
+    return file, ran(load_grid(file))
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the finished grid, which a test may spoil."""
+    from medfed.grid_file import load_grid
+
+    file = tmp_path / "grid.yaml"
+    content = yaml.safe_load(finished[0].read_text())
+    file.write_text(yaml.safe_dump({**content, "output": str(tmp_path / "runs")}))
+    shutil.copytree(finished[0].parent / "runs", tmp_path / "runs")
+    return load_grid(file)

@@ -94,7 +94,7 @@ def test_file_that_is_no_experiment(tmp_path, text, words):
 
 
 def test_missing_and_binary_files(tmp_path):
-    with pytest.raises(ConfigError, match="no such experiment file"):
+    with pytest.raises(ConfigError, match="no such file"):
         load_experiment(tmp_path / "none.yaml")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from experiments import changed
 from filelock import FileLock
+from grids import grid_file, ran
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -34,54 +35,6 @@ from medfed.report.grid_cells import load_cells
 
 NOISE = "condition.label_noise.rate"
 GRIDS = Path(__file__).parents[2] / "configs" / "grids"
-
-
-def grid_file(tmp_path: Path, experiment: dict, **content) -> Path:
-    path = tmp_path / "grid.yaml"
-    whole = {
-        "name": "g",
-        "base": experiment,
-        "output": experiment["output"],
-        "methods": ["fedavg", "fedism"],
-        **content,
-    }
-    path.write_text(yaml.safe_dump(whole))
-    return path
-
-
-@pytest.fixture
-def one(data):
-    """One round of the tiny experiment."""
-    return changed(data, {"rounds": 1, "evaluation": {"last": 1}})
-
-
-@pytest.fixture(scope="module")
-def finished(images, cache, tmp_path_factory):
-    """A grid of two methods and two seeds that has run, with the events of it; tests copy it."""
-    from experiments import tiny_experiment
-
-    folder = tmp_path_factory.mktemp("grid")
-    base = {**tiny_experiment(images, cache, folder / "runs"), "rounds": 1, "evaluation": {"last": 1}}
-    file = grid_file(folder, base, seeds=[0, 1])
-    events: list[Event] = []
-    run_grid(load_grid(file), events.append)
-    return file, events
-
-
-@pytest.fixture
-def copied(finished, tmp_path):
-    """A copy of the finished grid, which a test may spoil."""
-    file = tmp_path / "grid.yaml"
-    content = yaml.safe_load(finished[0].read_text())
-    file.write_text(yaml.safe_dump({**content, "output": str(tmp_path / "runs")}))
-    shutil.copytree(finished[0].parent / "runs", tmp_path / "runs")
-    return load_grid(file)
-
-
-def ran(grid, **how) -> list[Event]:
-    events: list[Event] = []
-    run_grid(grid, events.append, **how)
-    return events
 
 
 # --- which cells
@@ -194,7 +147,7 @@ def test_a_default_of_another_version_makes_another_cell(tmp_path, one, monkeypa
         ({"conditions": {"condition.partition.alpha": []}}, "has no value"),
         ({"conditions": [{"method.q": 1}]}, "a condition cannot change 'method'"),
         ({"conditions": [{"rounds.x": 1}]}, "'rounds' is not a section"),
-        ({"base": "none.yaml"}, "there is no such experiment file"),
+        ({"base": "none.yaml"}, "there is no such file"),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_starts(tmp_path, one, content, message):
