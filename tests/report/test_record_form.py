@@ -13,6 +13,7 @@ from rich.console import Console
 
 from medfed.errors import MedfedError
 from medfed.report.compare import compare
+from medfed.report.grid import write_grid_report
 from medfed.report.grid_cells import load_cells
 from medfed.report.html import environment, write_report
 from medfed.report.page import comparison_view
@@ -117,6 +118,8 @@ def test_a_grid_names_them(tmp_path):
     cell = load_cells(folder).by_place["", "fedavg", 0]
     said = "records.jsonl line 2 is not a round record (clients is not an object) and was left out"
     assert (cell.standing, cell.reason) == ("not finished", f"completed, 1 of 2 rounds recorded; {said}")
+    page = write_grid_report(folder, tmp_path / "out", bootstrap=0)[0].read_text()
+    assert f"not read as a whole: fedavg-s0 ({said})" in page
 
 
 @pytest.mark.parametrize("more", ODD, ids=range(len(ODD)))
