@@ -6,6 +6,12 @@ right after a round of FedAvg, in seconds of the processor (of the clock on a GP
 Rounds in which a method does something once (identification, a first stage, a checkpoint) are told apart from its usual
 ones, of which the median of the ratios is given.  Bytes are those of the tensors of a client in a round, all its
 requests together; plain numbers beside them do not count.  Settings that are not named are the methods' own.
+
+Some methods have a second row.  FedMerit takes sharpness-aware steps only where images differ in quality, which they do
+not here: ``fedmerit + salt`` takes them all the same (``salt_with: always``).  With its own settings FedNed judges
+nobody to be noisy here; ``fedned + noisy`` counts a client as noisy whose model is more uncertain than the mean (in
+every round at least one, and for good), and lets a noisy client train on all that the received model says, so that both
+its models are trained and the server distils.
 """
 
 from __future__ import annotations
@@ -57,15 +63,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedcorr": {"iterations": 2, "fine_tuning": 1},
     "rhfl": {"pretraining": 1},
 }
-SALT = {"name": "fedavg", "salt": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fedned + noisy": {"name": "fedned", "uncertainty": 1.0, "confidence": 0.0},
+    "fedmerit + salt": {"name": "fedmerit", "salt": True, "salt_with": "always"},
+    "fedavg + salt": {"name": "fedavg", "salt": True},
+}
+"""Second rows of methods."""
 
 
 def sections(only: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Methods by name, each with one local epoch."""
-    wanted = only.split(",") if only else [*METHODS, "fedavg + salt"]
-    for name in wanted:
-        given = SALT if name == "fedavg + salt" else {"name": name, **SETTINGS.get(name, {})}
-        yield name, {**given, **({"period": PERIOD} if relabels(name) else {}), "local_epochs": 1}
+    """Methods by the label of their row, each with one local epoch."""
+    for label in only.split(",") if only else [*METHODS, *VARIANTS]:
+        given = VARIANTS.get(label, {"name": label})
+        name = given["name"]
+        period = {"period": PERIOD} if relabels(name) else {}
+        yield label, {**SETTINGS.get(name, {}), **given, **period, "local_epochs": 1}
+
+
+def special(label: str, name: str) -> dict[int, str]:
+    """Rounds of a row, from 1, in which something is done that is not done in every round."""
+    if label == "fedned + noisy":
+        return {**ONCE["fedned"], 2: "first verdict"}  # the second models are trained from the next round on
+    return AT_CHECKPOINTS if relabels(name) else ONCE.get(name, {})
 
 
 def relabels(name: str) -> bool:
@@ -119,21 +138,23 @@ def cohort(folder: Path, given: argparse.Namespace) -> Prepared:
 
 
 def measured(
-    base: Prepared, name: str, section: Mapping[str, Any], folder: Path, given: argparse.Namespace
+    base: Prepared, label: str, section: Mapping[str, Any], folder: Path, given: argparse.Namespace
 ) -> list[Any]:
     """A row of the table."""
-    ours = Run(base, section, folder / name, given)
-    usual = Run(base, {"name": "fedavg"}, folder / f"{name}-fedavg", given)
+    ours = Run(base, section, folder / label, given)
+    usual = Run(base, {"name": "fedavg"}, folder / f"{label}-fedavg", given)
     ratios: dict[int, float] = {}
     up: dict[int, float] = {}
     down: dict[int, float] = {}
+    judged: list[str] = []
     for number in range(1, given.rounds + 1):
         _, reference = usual.round()
         report, took = ours.round()
         clients = len(report.asked)
         ratios[number] = took / reference
         up[number], down[number] = report.traffic.up / clients, report.traffic.down / clients
-    once = AT_CHECKPOINTS if relabels(name) else ONCE.get(name, {})
+        judged.append(str(report.server.get("noisy_clients", "-")))
+    once = special(label, section["name"])
     rest = [n for n in ratios if n not in once]
     stages = dict.fromkeys(once.values())
     others = {what: [n for n in once if once[n] == what] for what in stages}
@@ -142,12 +163,13 @@ def measured(
         return statistics.median(part[n] for n in rounds)
 
     row = [
-        name,
+        label,
         f"{over(ratios, rest):.2f}",
         "; ".join(f"{what} {over(ratios, rounds):.1f}" for what, rounds in others.items()),
         f"{over(up, rest) / 1e3:.2f}",
         f"{over(down, rest) / 1e3:.2f}",
         "; ".join(f"{what} {over(up, rounds) / 1e3:.2f}" for what, rounds in others.items()),
+        "" if set(judged) == {"-"} else " ".join(judged),
     ]
     print(*row, sep=" | ", file=sys.stderr, flush=True)
     return row
@@ -167,8 +189,16 @@ def main() -> None:
         print(f"{given.clients} clients, {held} images of {given.side}x{given.side}, {size / 1e3:.2f} kB a model")
         print(f"{len(base.public_rows)} public images\n")
         Run(base, {"name": "fedavg"}, Path(folder) / "warm", given).round()  # the first round of a process is slow
-        rows = [measured(base, name, section, Path(folder), given) for name, section in sections(given.methods)]
-    columns = ["method", "a usual round", "other rounds", "up, kB", "down, kB", "up in other rounds, kB"]
+        rows = [measured(base, label, section, Path(folder), given) for label, section in sections(given.methods)]
+    columns = [
+        "method",
+        "a usual round",
+        "other rounds",
+        "up, kB",
+        "down, kB",
+        "up in other rounds, kB",
+        "judged noisy",
+    ]
     table(columns, rows)
 
 

@@ -121,7 +121,7 @@ def grid(
         screen.say(line)
     if "done" in screen.state:
         grid_tables(loaded.folder).render(console)
-        for path in write_grid_report(loaded.folder) if report else ():
+        for path in write_grid_report(loaded.folder, say=screen.say) if report else ():
             screen.say(f"Written: {path}")
     screen.finish()
     if screen.failures:
@@ -262,7 +262,8 @@ def report(
 
     if (run / CONTENT).is_file():
         resamples = RESAMPLES if bootstrap is None else bootstrap
-        paths = write_grid_report(run, out, bootstrap=resamples, spread=(spread or Spread.sample).value)
+        how = (spread or Spread.sample).value
+        paths = write_grid_report(run, out, bootstrap=resamples, spread=how, say=typer.echo)
     elif bootstrap is not None or spread is not None:
         raise ConfigError("is not the folder of a grid.", where=str(run), fix="--bootstrap and --spread are for grids.")
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,15 +104,24 @@ def _present(baseline: str | None, runs: Sequence[Run]) -> str | None:
 
 
 def write_grid_report(
-    folder: Path, out: Path | None = None, *, bootstrap: int = RESAMPLES, spread: str = "sample"
+    folder: Path,
+    out: Path | None = None,
+    *,
+    bootstrap: int = RESAMPLES,
+    spread: str = "sample",
+    say: Callable[[str], object] = lambda _: None,
 ) -> list[Path]:
     """Writes a grid's page, its tables as CSV and LaTeX, and the papers' figures as PDF.
+
+    What an earlier report wrote into the same folder and this one does not is removed; see
+    :mod:`medfed.report.own_files`.
 
     Args:
         folder: of the grid.
         out: folder of the files; the grid's own by default.
         bootstrap: resamples of the bootstrap intervals; 0 for none.
         spread: what stands behind ± in the papers' tables: ``sample``, ``population`` or ``pooled``.
+        say: told which files of an earlier report were removed or left.
 
     Returns:
         The files written, the page first.
@@ -121,6 +130,7 @@ def write_grid_report(
         MedfedError: as :func:`grid_tables`; or a file cannot be written.
     """
     from medfed.report.html import environment, write_page
+    from medfed.report.own_files import FIGURES, OwnFiles
     from medfed.report.page import against_view, common, comparison_view
     from medfed.report.paper.sheets import LEGEND
     from medfed.report.paper.whole import papers, texts
@@ -128,6 +138,9 @@ def write_grid_report(
 
     found = grid_tables(folder)
     out = folder if out is None else out
+    own = OwnFiles(out)
+    if own.problem:
+        found.notes.append(own.problem)
     published = papers(found.cells, bootstrap, spread)
     forests = published.forests()
     page = environment().get_template("grid.html")
@@ -149,7 +162,9 @@ def write_grid_report(
     files |= {f"against-{re.sub('[^A-Za-z0-9]+', '-', key)}.csv": a.to_csv() for key, a in found.axes.items()}
     written = [write_page(text, out / name) for name, text in files.items()]
     for chart in (*published.charts, *forests):
-        path = out / "figures" / f"{chart.id}.pdf"
+        path = out / FIGURES / f"{chart.id}.pdf"
         save(chart.figure, path)
         written.append(path)
+    for line in own.settle(written):
+        say(line)
     return written

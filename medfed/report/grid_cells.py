@@ -124,6 +124,7 @@ def read_cell(folder: Path, entry: Mapping[str, Any], failures: Mapping[str, str
         standing, reason = FAILED, reason or str((run and run.meta.get("error")) or "no reason was recorded")
     elif run is not None:
         standing, reason = STOPPED, f"{run.status}, {len(run.records)} of {run.planned} rounds recorded"
+        reason = "; ".join((reason, *run.problems[:1]))
     else:
         standing = MISSING
     run = run if run is not None and run.records else None

@@ -177,6 +177,8 @@ def notes_on(result: Comparison, unlike: list[str]) -> list[str]:
     going = [f"{r.folder} ({r.status}, {len(r.records)} of {r.planned} rounds)" for r in everyone if not r.finished]
     if going:
         notes.append(f"not finished: {few(going)}")
+    if torn := [f"{r.folder} ({few(r.problems, 2, '; ')})" for r in everyone if r.problems]:
+        notes.append(f"not read as a whole: {few(torn)}")
     if fallen := [f"{r.folder} ({why})" for r in everyone if (why := collapse(r, result.last)) is not None]:
         notes.append(f"collapsed, and the gap of the method is not ranked: {few(fallen)}")
     notes += _not_always_defined(everyone, result)

@@ -1,7 +1,8 @@
 """A run directory, read back: what was recorded, as series over rounds and as final numbers.
 
-Reading is tolerant of a run that is still going on or was killed: a torn line is left out and named in
-:attr:`Run.problems`; of a round written twice (before and after a resume) the later line counts.
+Reading is tolerant of a run that is still going on or was killed: a torn line, and one of another form than a round
+record's, is left out and named in :attr:`Run.problems`; of a round written twice (before and after a resume) the later
+line counts.
 """
 
 from __future__ import annotations
@@ -221,6 +222,8 @@ def load_run(path: str | Path) -> Run:
     Raises:
         MedfedError: if it is not a run directory; the message names what is missing.
     """
+    from medfed.report.record_form import RunFacts, fault
+
     path = Path(path)
     if not path.is_dir():
         fix = "Give the run's directory." if path.is_file() else "Check the spelling."
@@ -232,10 +235,13 @@ def load_run(path: str | Path) -> Run:
         raise MedfedError(f"not a run directory: {' and '.join(missing)} missing.", where=str(path), fix=fix)
     try:
         meta = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MedfedError(f"run.json cannot be read: {error}.", where=str(path)) from None
     if not isinstance(meta, dict):
         raise MedfedError("run.json does not hold an object.", where=str(path))
+    if wrong := fault(RunFacts, meta):
+        fix = "Restore the file: no run writes it like that."
+        raise MedfedError(f"run.json is not that of a run: {wrong}.", where=str(path), fix=fix)
     problems = ["records.jsonl is missing: no round was recorded yet"] if missing else []
     lines = [] if missing else (path / "records.jsonl").read_bytes().split(b"\n")
     return Run(path, meta, parse_records(lines, problems), problems)
@@ -253,19 +259,21 @@ def parse_records(lines: Iterable[bytes], problems: list[str]) -> list[dict[str,
         lines: lines of ``records.jsonl``.
         problems: gets one line for each that cannot be read.
     """
+    from medfed.report.record_form import RoundRecord, fault
+
     records: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError:  # also covers bytes that are not UTF-8
+        except (ValueError, RecursionError):  # also covers bytes that are not UTF-8
             problems.append(f"records.jsonl line {number} is torn and was left out")
             continue
-        if isinstance(record, dict) and type(record.get("round")) is int:
-            records[record["round"]] = record
+        if wrong := fault(RoundRecord, record):
+            problems.append(f"records.jsonl line {number} is not a round record ({wrong}) and was left out")
         else:
-            problems.append(f"records.jsonl line {number} is not a round record and was left out")
+            records[record["round"]] = record
     return [records[r] for r in sorted(records)]
 
 
@@ -291,4 +299,7 @@ def _number(value: Any) -> float | None:
         return math.nan
     if not _is_number(value):
         return None
-    return float(value) if math.isfinite(value) else math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.nan

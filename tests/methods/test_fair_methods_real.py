@@ -21,6 +21,8 @@ SECTIONS = {
     "fedce": {"name": "fedce"},
     "fedce, as released": {"name": "fedce", "form": "as_released", "salt": True},
     "fedga": {"name": "fedga"},
+    "fedism": {"name": "fedism", "q": 1.5, "beta": 0.25},
+    "fedism_plus": {"name": "fedism_plus", "q": 1.5, "beta": 0.25},
 }
 
 
@@ -37,6 +39,33 @@ def test_two_rounds_on_real_images(case, clients):  # noqa: F811
         assert sum(done.column("weight", round).values()) == pytest.approx(1.0)
         assert all(loss > 0 for loss in done.column("loss", round).values())
     assert json.dumps(done.records)
+    if case.startswith("fedism"):
+        follow_sharpness(done, SECTIONS[case])
+    if case == "fedism_plus":
+        grows_to_the_radius_of_fedism(done, clients)
+
+
+def follow_sharpness(done, section):
+    """Weights are those of the paper, s^q without sample counts and averaged over rounds, of what clients measured."""
+    weights = {}
+    for round in (1, 2):
+        sharp = done.column("sharpness", round)
+        assert len({f"{s:.6g}" for s in sharp.values()}) == 5
+        assert min(sharp.values()) > 0
+        powers = {c: s ** section["q"] for c, s in sharp.items()}
+        new = {c: p / sum(powers.values()) for c, p in powers.items()}
+        beta = section["beta"] if weights else 1.0
+        weights = {c: beta * new[c] + (1 - beta) * weights.get(c, 0.0) for c in new}
+        assert done.column("weight", round) == pytest.approx(weights, rel=1e-6)
+
+
+def grows_to_the_radius_of_fedism(done, clients):  # noqa: F811
+    """In the first of two rounds, on the same model, the radius is a half to the power 1/2, and sharpness less."""
+    constant = Federation(SECTIONS["fedism"], clients, rounds=2, bundle_changes=CHANGES).run()
+    sharp, whole = done.column("sharpness", 1), constant.column("sharpness", 1)
+    assert all(0.4 * whole[c] < sharp[c] < 0.9 * whole[c] for c in clients)
+    assert done.column("received_loss", 1) == constant.column("received_loss", 1)
+    assert distance(done.models[0], constant.models[0]) > 0
 
 
 @pytest.mark.parametrize("case", [c for c in SECTIONS if "released" not in c or "agnostic" in c])
