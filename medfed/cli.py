@@ -107,13 +107,13 @@ def grid(
     loaded = load_grid(file, sets or [])
     console = Console(highlight=False)
     if dry_run:
-        check_cells(loaded)
+        check_cells(loaded, lambda text: typer.echo(text, err=True))
         plan(loaded, console)
         return
     screen = GridScreen(loaded, parallel or len(loaded.file.devices) or 1, console)
     try:
         with screen:
-            run_grid(loaded, screen.tell, parallel=parallel)
+            run_grid(loaded, screen.tell, parallel=parallel, say=screen.say)
     except KeyboardInterrupt:
         screen.say(f"Stopped after {screen.state.count('done')} of {len(screen.state)} cells; run it again to go on.")
         raise

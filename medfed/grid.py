@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from medfed.checks import advice, check_method
-from medfed.config import Experiment
+from medfed.config import CohortSection, Experiment
 from medfed.errors import ConfigError, FederationError, MedfedError
 from medfed.experiment import Prepared, check_on, prepare, read_section
 from medfed.grid_file import Cell, Grid
@@ -257,11 +257,15 @@ def remembering(grid: Grid, tell: Tell) -> Tell:
     return told
 
 
-def check_cells(grid: Grid) -> None:
+def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None:
     """Refuses a cell that is still to be run, for all that can be told of it without decoding an image.
 
     Devices, bundles with their overrides and weights, class maps of label noise and the number of clients are looked
     at, each combination once; cohorts are read, one at a time, for the names of their classes.
+
+    Args:
+        grid: the grid.
+        say: told which cohort is being read.
 
     Raises:
         MedfedError: what is wrong, with the name of the first cell that has it.
@@ -270,11 +274,11 @@ def check_cells(grid: Grid) -> None:
 
     for device in grid.file.devices:
         resolve_device(device)
-    waiting: dict[str, list[Cell]] = {}
+    waiting: dict[str, tuple[CohortSection, list[Cell]]] = {}
     for cell in grid.cells:
-        if cell.experiment.cohort is not None and standing(cell)[0] in (NEW, PARTIAL):
-            waiting.setdefault(cell.experiment.cohort.model_dump_json(), []).append(cell)
-    for cells in waiting.values():
+        if (section := cell.experiment.cohort) is not None and standing(cell)[0] in (NEW, PARTIAL):
+            waiting.setdefault(section.model_dump_json(), (section, []))[1].append(cell)
+    for section, cells in waiting.values():
         cohort, seen = None, set()
         for cell in cells:
             experiment = cell.experiment
@@ -285,7 +289,8 @@ def check_cells(grid: Grid) -> None:
                 if not grid.file.devices:
                     resolve_device(experiment.engine.device)
                 if cohort is None:
-                    cohort = read_section(experiment.cohort)
+                    say(f"Reading {section.root}")
+                    cohort = read_section(section)
                 check_on(experiment, cohort)
             except MedfedError as error:
                 raise type(error)(str(error), where=cell.name) from None
@@ -347,13 +352,16 @@ def copy_the_rest(grid: Grid) -> list[str]:
     return said
 
 
-def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
+def run_grid(
+    grid: Grid, tell: Tell, *, parallel: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> None:
     """Runs the cells that are not done yet.
 
     Args:
         grid: the validated grid.
         tell: told of every event.
         parallel: cells at a time; by default as many as the grid names devices, or one.
+        say: told in one line what is going on before the first cell starts.
 
     Raises:
         MedfedError: another process is running the grid, or a cell cannot be run; see :func:`check_cells`.
@@ -364,7 +372,7 @@ def run_grid(grid: Grid, tell: Tell, *, parallel: int | None = None) -> None:
         write_content(grid)
         tell = remembering(grid, tell)
         waiting = [i for i, cell in enumerate(grid.cells) if standing(cell)[0] != DONE]
-        check_cells(grid)
+        check_cells(grid, say)
         if slots > 1 or grid.file.devices:
             from medfed.grid_workers import run_side_by_side
 
