@@ -56,8 +56,8 @@ class ClientMemory(MutableMapping[str, Any]):
 
         Args:
             step: number of the request about to be served.
-            confirmed: the last request that the server's checkpoint has seen; older versions than the newest one
-                up to it are removed.
+            confirmed: the last request that the server's checkpoint has seen. The newest version up to it and the
+                newest of all are kept, the others removed.
         """
         if self._folder is None:
             self._items, self._changed = dict(self._saved), False
@@ -67,7 +67,7 @@ class ClientMemory(MutableMapping[str, Any]):
             self._path(late).unlink(missing_ok=True)
         before = [v for v in versions if v < step]
         settled = [v for v in before if v <= confirmed]
-        for old in settled[:-1]:
+        for old in (*settled[:-1], *before[len(settled) : -1]):
             self._path(old).unlink(missing_ok=True)
         newest = before[-1] if before else None
         if newest != self._loaded or self._changed:

@@ -8,17 +8,24 @@ The learning of labels is that of PENCIL (Yi and Wu, CVPR 2019).
 3. Then clean clients train as before. At the others every sample has label logits u, which stay there: the network
    learns the distribution softmax(u) while u follows the network, held back by the observed label. Models are weighted
    by their distance to the clean ones (DaAgg).
+
+``form: as_released`` is what the released code computes: losses of the identification on augmented images, as in
+:mod:`medfed.methods.fednoro`; incomplete batches dropped from all training, so that the labels in them do not learn in
+that epoch; and predictions for the merge in training mode, on augmented images and with the statistics of each batch.
+That code fails on a client with fewer samples than a batch; here they are its only batch, which is kept. It leaves an
+incomplete batch out of the test set too, and compares labels with the true ones; neither is part of the method.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import Field
 from torch.nn import functional as F
 
+from medfed.data.arrays import batch_slices
 from medfed.federation.client import Client
 from medfed.federation.messages import Message
 from medfed.federation.method import Method
@@ -38,6 +45,7 @@ class FedELCSettings(NoisyTraining):
     """Settings of FedELC; defaults are those of the released code.
 
     Args:
+        form: ``published``, or ``as_released``: see :mod:`medfed.methods.fedelc`.
         warmup: rounds of the first stage, before clients are judged.
         logit_adjustment: logits shifted by the log of the client's class frequencies, in the warm-up and at clean
             clients; the loss of noisy clients has no such shift.
@@ -50,6 +58,7 @@ class FedELCSettings(NoisyTraining):
         daagg: models weighted by distance to the nearest clean one; otherwise by sample counts.
     """
 
+    form: Literal["published", "as_released"] = "published"
     warmup: int = Field(20, ge=1)
     logit_adjustment: bool = True
     scale: float = Field(10.0, gt=0)
@@ -63,6 +72,20 @@ class FedELCSettings(NoisyTraining):
         check_warmup(self.warmup, rounds)
         return super().check(rounds)
 
+    @property
+    def released(self) -> bool:
+        """Whether the released form is wanted."""
+        return self.form == "as_released"
+
+    def request(self) -> dict[str, Any]:
+        """The plain values of a request to train."""
+        return {**super().request(), "drop_last": self.released}
+
+    def second_stage(self) -> dict[str, Any]:
+        """The plain values of a ``train_by_status`` request."""
+        given = {k: getattr(self, k) for k in ("scale", "alpha", "beta", "label_rate")}
+        return {**self.request(), **given, "released": self.released}
+
 
 class LabelCorrection:
     """The objective of noisy clients, which also gathers the gradients of the label logits.
@@ -73,10 +96,20 @@ class LabelCorrection:
         alpha: see :func:`correction_loss`.
         beta: see :func:`correction_loss`.
         rate: learning rate of the label logits.
+        epoch: samples of an epoch, where incomplete batches are dropped; all by default.
     """
 
-    def __init__(self, labels: torch.Tensor, logits: torch.Tensor, alpha: float, beta: float, rate: float):
+    def __init__(
+        self,
+        labels: torch.Tensor,
+        logits: torch.Tensor,
+        alpha: float,
+        beta: float,
+        rate: float,
+        epoch: int | None = None,
+    ):
         self.labels, self.logits = labels, logits.clone()
+        self._epoch = len(labels) if epoch is None else epoch
         self.alpha, self.beta, self.rate = alpha, beta, rate
         self._gradient = torch.zeros_like(self.logits)
         self._seen = 0
@@ -96,7 +129,7 @@ class LabelCorrection:
             scores = self._scores.to(self.logits)
             self._gradient[rows] = label_gradient(scores, self.logits[rows], self.labels[rows], self.alpha)
         self._seen += len(rows)
-        if self._seen >= len(self.labels):
+        if self._seen >= self._epoch:
             self.logits -= self.rate * self._gradient
             self._gradient.zero_()
             self._seen = 0
@@ -149,13 +182,13 @@ def train_by_status(client: Client, message: Message) -> Message:
     Args:
         client: the client.
         message: group ``model``; values ``status``, ``epochs``, ``learning_rate``, ``logit_adjustment``, ``scale``,
-            ``alpha``, ``beta`` and ``label_rate``.
+            ``alpha``, ``beta``, ``label_rate``, ``drop_last`` and ``released``.
 
     Returns:
         Group ``model``; values ``samples``, ``loss``, ``steps``, ``skipped``, and where labels are corrected
         ``edited``: how many of them now favour another class than the observed one.
     """
-    values, options = message.values, {k: message.values[k] for k in ("epochs", "learning_rate")}
+    values, options = message.values, {k: message.values[k] for k in ("epochs", "learning_rate", "drop_last")}
     client.load(message.group("model"))
     if values["status"] == "clean":
         objective = prior_adjusted(client, values["logit_adjustment"], least_count=0)
@@ -164,11 +197,22 @@ def train_by_status(client: Client, message: Message) -> Message:
     logits = client.memory.get(LOGITS)
     if logits is None:
         logits = values["scale"] * F.one_hot(labels, client.task.num_classes).float()
-    correction = LabelCorrection(labels, logits, values["alpha"], values["beta"], values["label_rate"])
+    size = client.trainer.bundle.batch_size
+    epoch = batch_slices(client.num_samples, size, drop_last=values["drop_last"])[-1].stop
+    correction = LabelCorrection(labels, logits, values["alpha"], values["beta"], values["label_rate"], epoch)
     result = client.fit(objective=correction, on_batch=correction.after, **options)
-    logits = merged(correction.logits, client.trainer.predict(client.data), values["scale"])
+    logits = merged(correction.logits, final_scores(client, values["released"]), values["scale"])
     client.memory[LOGITS] = logits
     return trained(client, result, edited=correct_labels(client, logits.argmax(dim=1)))
+
+
+def final_scores(client: Client, released: bool) -> torch.Tensor:
+    """Scores of the trained network on the client's images ``[N, C]``: for the merge."""
+    if released:
+        return client.trainer.predict_as_in_training(
+            client.data, seed_parts=(client.seed, client.round, client.name, "merge")
+        )
+    return client.trainer.predict(client.data)
 
 
 def program(server: Server, settings: FedELCSettings) -> Iterator[RoundReport]:
@@ -181,12 +225,11 @@ def program(server: Server, settings: FedELCSettings) -> Iterator[RoundReport]:
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for _ in server.rounds():
-        verdict = identified(server)
+        verdict = identified(server, augmented=settings.released)
         if verdict is None:
             yield fedavg.one_round(server, settings.request())
         else:
-            given = {k: getattr(settings, k) for k in ("scale", "alpha", "beta", "label_rate")}
-            yield round_by_status(server, {**settings.request(), **given}, verdict, settings.daagg)
+            yield round_by_status(server, settings.second_stage(), verdict, settings.daagg)
 
 
 METHOD = Method(

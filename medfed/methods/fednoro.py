@@ -8,13 +8,17 @@ Noise Heterogeneity. IJCAI 2023.
    over these vectors vote on who is noisy.
 3. Then clean clients train as before, the others also follow the received model, with a weight that rises over the
    rounds, and models are weighted by their distance to the clean ones (DaAgg).
+
+``form: as_released`` measures the losses by which clients are judged on images that are augmented at random as in
+training, as the released code does; in evaluation mode in both forms. That code divides by zero where a class tells
+nothing and where no model, or every one, is clean. These errors are not reproduced: both forms go on as above.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -35,6 +39,7 @@ class FedNoRoSettings(NoisyTraining):
     """Settings of FedNoRo; defaults are those of the released code.
 
     Args:
+        form: ``published``, or ``as_released``: see :mod:`medfed.methods.fednoro`.
         warmup: rounds of the first stage, before clients are judged.
         teacher_weight: largest weight of the teacher for clients that are not clean; 0 trains them like clean ones.
         ramp_begin: round, counted from 0, up to which the teacher has exp(-5) of that weight; None is the first
@@ -47,6 +52,7 @@ class FedNoRoSettings(NoisyTraining):
         daagg: models weighted by distance to the nearest clean one; otherwise by sample counts.
     """
 
+    form: Literal["published", "as_released"] = "published"
     warmup: int = Field(10, ge=1)
     logit_adjustment: bool = True
     teacher_weight: float = Field(0.8, ge=0, le=1)
@@ -85,11 +91,11 @@ class FedNoRoSettings(NoisyTraining):
 def class_losses(client: Client, message: Message) -> Message:
     """Client task: mean plain cross-entropy of the received model on each observed class.
 
-    In evaluation mode and without augmentation (the released code keeps the random augmentation of training).
+    In evaluation mode.
 
     Args:
         client: the client.
-        message: group ``model``.
+        message: group ``model``; value ``augmented``: whether images are augmented at random, as in training.
 
     Returns:
         Values ``samples``, ``observed_classes``, ``class_losses`` (C numbers, None for a class that the client does
@@ -98,7 +104,8 @@ def class_losses(client: Client, message: Message) -> Message:
     import torch
 
     client.load(message.group("model"))
-    losses, labels = client.trainer.losses(client.data).double(), client.data.labels.long()
+    augmented = (client.seed, client.round, client.name) if message.values.get("augmented") else None
+    losses, labels = client.trainer.losses(client.data, augmented=augmented).double(), client.data.labels.long()
     counts = client.class_counts().tolist()
     sums = torch.zeros(len(counts), dtype=torch.float64).index_add(0, labels, losses).tolist()
     means = [s / n if n else None for s, n in zip(sums, counts)]
@@ -126,7 +133,7 @@ def program(server: Server, settings: FedNoRoSettings) -> Iterator[RoundReport]:
     for _ in server.rounds(until=settings.warmup):
         yield fedavg.one_round(server, settings.request())
     for round in server.rounds():
-        verdict = identified(server)
+        verdict = identified(server, augmented=settings.form == "as_released")
         if verdict is None:
             yield fedavg.one_round(server, settings.request())
             continue
@@ -154,26 +161,31 @@ def check_warmup(warmup: int, rounds: int) -> None:
         )
 
 
-def identified(server: Server) -> Verdict | None:
-    """The verdict, for good once there is one; None where too few clients answered, who are asked again next round."""
+def identified(server: Server, augmented: bool = False) -> Verdict | None:
+    """The verdict, for good once there is one; None where too few clients answered, who are asked again next round.
+
+    Args:
+        server: the server.
+        augmented: of the ``class_losses`` request.
+    """
     from medfed.reliability.identification import Verdict
 
     name = f"identification {server.round}"
     if "verdict" not in server.notes or name in server.notes:
-        found = server.once(name, lambda: identify(server))
+        found = server.once(name, lambda: identify(server, augmented))
         if not found.values["status"]:
             return None
         server.notes["verdict"] = found
     return Verdict.from_plain(server.notes["verdict"].values)
 
 
-def identify(server: Server) -> Message:
+def identify(server: Server, augmented: bool) -> Message:
     """Asks every client for its losses, and judges; an empty status where nobody counted."""
     import torch
 
     from medfed.reliability.identification import Verdict, vote_by_loss
 
-    request = Message.of({}, model=server.model)
+    request = Message.of({"augmented": augmented}, model=server.model)
     replies = server.ask("class_losses", request, clients=server.clients, numbers=("samples", "class_loss"))
     table = {c: row for c, row in _rows(replies).items() if len(row) == server.task.num_classes}
     if not table:

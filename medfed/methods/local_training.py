@@ -119,7 +119,8 @@ def train(client: Client, message: Message) -> Message:
 
     Args:
         client: the client.
-        message: group ``model``; values of :meth:`LocalTraining.request`.
+        message: group ``model``; values of :meth:`LocalTraining.request`. Optional value ``drop_last``: incomplete
+            batches are left out (FedELC as released).
 
     Returns:
         Group ``model``; values ``samples``, ``loss`` (mean training loss before the perturbation), ``steps`` and
@@ -184,7 +185,7 @@ def fit_and_reply(
 
     Args:
         client: the client.
-        message: values of :meth:`LocalTraining.request`.
+        message: values of :func:`train`.
         around: makes another objective of the usual one.
         values: more plain values for the reply.
         **options: of :meth:`Client.fit <medfed.federation.client.Client.fit>`: other data, a batch size, an optimiser.
@@ -195,10 +196,11 @@ def fit_and_reply(
     asked = message.values
     salt = asked.get("salt")
     objective: Objective = classification(client, asked["logit_adjustment"])
+    usual = {k: asked[k] for k in ("epochs", "learning_rate", "drop_last") if k in asked}
     result = client.fit(
         objective=objective if around is None else around(objective),
         step=SharpnessAwareStep(**salt) if salt else PlainStep(),
-        **{"epochs": asked["epochs"], "learning_rate": asked["learning_rate"], **options},
+        **{**usual, **options},
     )
     return Message.of(
         {

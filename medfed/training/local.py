@@ -141,6 +141,7 @@ class LocalTrainer:
         weight_decay: float | None = None,
         optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None = None,
         on_batch: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], None] | None = None,
+        drop_last: bool = False,
     ) -> FitResult:
         """Trains the resident network on a client's data with a new optimiser.
 
@@ -157,6 +158,7 @@ class LocalTrainer:
             weight_decay: replaces the bundle's.
             optimizer: makes the optimiser of the trainable parameters; the bundle's, with the two above, where None.
             on_batch: called with the batch and the step's output after each step.
+            drop_last: an incomplete last batch is left out of each epoch, unless it is the only one.
 
         Returns:
             Losses and counts.
@@ -167,7 +169,7 @@ class LocalTrainer:
         """
         size = self.bundle.batch_size if batch_size is None else batch_size
         self._check(len(data), size, epochs)
-        batches = _TrainingBatches(self, data, size, seed_parts)
+        batches = _TrainingBatches(self, data, size, seed_parts, drop_last)
         tally = _Tally(on_batch)
         with seeded(derive_seed("dropout", *seed_parts), self.device):
             self._trainer.train(
@@ -182,9 +184,47 @@ class LocalTrainer:
             )
         return tally.result(len(data), len(batches))
 
-    def predict(self, data: ArrayDataset, batch_size: int = 64) -> torch.Tensor:
-        """Logits ``[N, classes]``, float32, on the CPU, in the order of the data."""
-        return predict(self.network, self._batches(data, batch_size))
+    def predict(self, data: ArrayDataset, batch_size: int = 64, augmented: SeedParts | None = None) -> torch.Tensor:
+        """Logits ``[N, classes]``, float32, on the CPU, in the order of the data.
+
+        Args:
+            data: images.
+            batch_size: images a pass; only speed depends on it, and what is drawn for a random augmentation.
+            augmented: seed parts of a random augmentation; None for the deterministic images.
+        """
+        generator = None if augmented is None else torch_generator("predictions", *augmented)
+        return predict(self.network, self._batches(data, batch_size, generator))
+
+    def predict_as_in_training(
+        self, data: ArrayDataset, *, seed_parts: SeedParts, batch_size: int | None = None
+    ) -> torch.Tensor:
+        """Logits in training mode: what :meth:`fit` with these seed parts sees in an epoch, were no step taken.
+
+        Images are shuffled and augmented, features dropped, and BatchNorm takes the statistics of each batch.  Its
+        running statistics stay as they were.
+
+        Args:
+            data: images.
+            seed_parts: what the randomness is for.
+            batch_size: images a pass; the bundle's where None.
+
+        Returns:
+            ``[N, classes]``, float32, on the CPU, in the order of the data.
+
+        Raises:
+            DataError: no sample, or a single one for a network with BatchNorm.
+        """
+        size = self.bundle.batch_size if batch_size is None else batch_size
+        self._check(len(data), size, epochs=1)
+        rows, logits, buffers = [], [], self._trainer.parts.before
+        buffers.save()
+        self.network.train()
+        with seeded(derive_seed("dropout", *seed_parts), self.device), torch.no_grad():
+            for batch in _TrainingBatches(self, data, size, seed_parts):
+                rows.append(batch["index"])
+                logits.append(self.network(batch["image"]).float().cpu())
+        buffers.restore()
+        return torch.cat(logits)[torch.cat(rows).argsort()]
 
     def features(self, data: ArrayDataset, batch_size: int = 64, augmented: SeedParts | None = None) -> torch.Tensor:
         """Pooled features ``[N, d]``, float32, on the CPU, in the order of the data.
@@ -198,10 +238,16 @@ class LocalTrainer:
         batches = self._batches(data, batch_size, generator)
         return predict(self.network, batches, lambda net, x: pooled_features(net, x)[0])
 
-    def losses(self, data: ArrayDataset, batch_size: int = 64) -> torch.Tensor:
-        """Plain loss of each sample ``[N]``, float32, on the CPU, with the labels of the data."""
+    def losses(self, data: ArrayDataset, batch_size: int = 64, augmented: SeedParts | None = None) -> torch.Tensor:
+        """Plain loss of each sample ``[N]``, float32, on the CPU, with the labels of the data.
+
+        Args:
+            data: images and labels.
+            batch_size: as of :meth:`predict`.
+            augmented: as of :meth:`predict`.
+        """
         loss = PER_SAMPLE[self.bundle.task]
-        logits = self.predict(data, batch_size)
+        logits = self.predict(data, batch_size, augmented)
         return loss(nn.Identity(), {"image": logits, "label": data.labels})
 
     def sharpness(
@@ -266,11 +312,18 @@ class LocalTrainer:
 class _TrainingBatches:
     """Shuffled batches of one client; iterating again gives the next epoch."""
 
-    def __init__(self, trainer: LocalTrainer, data: ArrayDataset, batch_size: int, seed_parts: SeedParts):
+    def __init__(
+        self,
+        trainer: LocalTrainer,
+        data: ArrayDataset,
+        batch_size: int,
+        seed_parts: SeedParts,
+        drop_last: bool = False,
+    ):
         from medfed.data.arrays import batch_slices
 
         self._trainer, self._data = trainer, data
-        self._slices = list(batch_slices(len(data), batch_size))
+        self._slices = batch_slices(len(data), batch_size, drop_last=drop_last)
         self._shuffle = torch_generator("shuffle", *seed_parts)
         self._augment = torch_generator("augment", *seed_parts)
 

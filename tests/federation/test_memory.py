@@ -63,6 +63,19 @@ def test_old_versions_do_not_pile_up(tmp_path):
     assert len(list(tmp_path.iterdir())) <= 3
 
 
+def test_many_requests_between_two_checkpoints_keep_few_versions_and_the_way_back(tmp_path):
+    memory = ClientMemory(tmp_path)
+    for step in range(1, 30):
+        memory.open(step, confirmed=min(step - 1, 4))
+        memory["n"] = step
+        memory.save(step)
+        assert len(list(tmp_path.iterdir())) <= 3
+    for step in (29, 4):
+        again = ClientMemory(tmp_path)
+        again.open(step + 1, confirmed=4)
+        assert again["n"] == step
+
+
 def test_memory_refuses_objects():
     with pytest.raises(TypeError, match="not a plain value"):
         ClientMemory()["x"] = object()

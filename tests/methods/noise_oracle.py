@@ -13,6 +13,7 @@ from medfed.seeding import torch_generator
 __all__ = [
     "adam",
     "along",
+    "complete",
     "entropy_gradient",
     "followed",
     "mean_of",
@@ -53,6 +54,14 @@ def followed(data, name, round, epochs, purpose=()):
         cuts.pop()
     for _ in range(epochs):
         yield from np.split(torch.randperm(samples, generator=generator).numpy(), cuts)
+
+
+def complete(data, name, round, epochs, purpose=()):
+    """The batches of a client that drops incomplete ones; all its samples where these are fewer than a batch."""
+    generator, samples = torch_generator("shuffle", 0, round, name, *purpose), len(data)
+    for _ in range(epochs):
+        order = torch.randperm(samples, generator=generator).numpy()
+        yield from order[: samples - samples % BATCH].reshape(-1, BATCH) if samples >= BATCH else [order]
 
 
 def numeric(loss: Callable, theta: np.ndarray, h: float = 1e-6) -> np.ndarray:

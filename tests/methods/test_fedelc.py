@@ -5,16 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from noise_oracle import adam, along, entropy_gradient, followed, mean_of, numeric, ones, softmax, theta_of
+from noise_oracle import adam, along, complete, entropy_gradient, followed, mean_of, numeric, ones, softmax, theta_of
 from planted import memories
 from scipy.stats import entropy
-from test_fednoro import distance_of, numpy_losses, numpy_train, six_clients, voted
+from test_fednoro import distance_of, mirrored, numpy_losses, numpy_train, six_clients, voted
 from tiny_federation import Federation, client_data
 
 from medfed.errors import ConfigError
+from medfed.federation.messages import Message
 from medfed.federation.state import same_state
-from medfed.methods.fedelc import LabelCorrection, correction_loss, label_gradient, merged
+from medfed.methods.fedelc import LabelCorrection, correction_loss, label_gradient, merged, train_by_status
 from medfed.methods.registry import resolve_method
+from medfed.seeding import torch_generator
 
 SECTION = {"name": "fedelc", "warmup": 1, "local_epochs": 2, "label_rate": 20.0}
 
@@ -61,13 +63,16 @@ def test_merged_labels_are_ten_times_the_mean_of_both_opinions():
     assert got.tolist() == [pytest.approx([6.25, 3.75])]
 
 
-def numpy_corrected(theta, client, name, round, u, *, epochs, alpha=0.5, beta=0.2, rate=20.0, scale=10.0):
+def numpy_corrected(
+    theta, client, name, round, u, *, epochs, alpha=0.5, beta=0.2, rate=20.0, scale=10.0, batches=followed
+):
     """Local training of a noisy client: the model and its label logits after the merge."""
     x, y = ones(client), client.labels.numpy()
     state = {"u": u.copy(), "g": np.zeros_like(u), "seen": 0}
+    epoch = sum(len(batch) for batch in batches(client, name, round, 1))
 
     def gradient(local, batch):
-        if state["seen"] == len(y):
+        if state["seen"] == epoch:
             state["u"], state["g"], state["seen"] = state["u"] - rate * state["g"], np.zeros_like(u), 0
         now = state["u"][batch]
         p, known = softmax(x[batch] @ local.T), softmax(now)
@@ -79,7 +84,7 @@ def numpy_corrected(theta, client, name, round, u, *, epochs, alpha=0.5, beta=0.
         toward = along(p, -np.log(known)) + (beta - 1) * entropy_gradient(p)
         return toward.T @ x[batch] / len(batch) / 3
 
-    local = adam(theta, followed(client, name, round, epochs), gradient)
+    local = adam(theta, batches(client, name, round, epochs), gradient)
     u = state["u"] - rate * state["g"]
     return local, scale * (softmax(u) + softmax(x @ local.T)) / 2
 
@@ -151,7 +156,6 @@ def test_edges(tmp_path):
 
 
 def test_nobody_judged_clean_is_averaging_of_corrected_clients(tmp_path):
-    from medfed.federation.messages import Message
     from medfed.federation.state import ServerState, save_state
 
     data = six_clients()
@@ -171,3 +175,93 @@ def test_settings():
     assert (settings.local_epochs, settings.logit_adjustment, settings.label_rate) == (5, True, 1000.0)
     with pytest.raises(ConfigError, match="warm-up of 20 rounds leaves none of 3"):
         Federation("fedelc", six_clients()).run()
+
+
+# The released form.
+
+
+def numpy_clean(theta, client, name, round, *, epochs):
+    """Logit-adjusted local training on complete batches."""
+    x, y = ones(client), client.labels.numpy()
+    counts = np.bincount(y, minlength=3)
+    offsets = np.log(np.maximum(counts / counts.sum(), 1e-12))
+
+    def gradient(local, batch):
+        return (softmax(x[batch] @ local.T + offsets) - np.eye(3)[y[batch]]).T @ x[batch] / len(batch)
+
+    return adam(theta, complete(client, name, round, epochs), gradient)
+
+
+def test_released_form_drops_incomplete_batches_and_sees_augmented_images(tmp_path):
+    """Both stages of clients with 13 to 18 samples and, at one, with fewer than a batch of 4.
+
+    Every image is mirrored in training; in the released form also where clients are judged and labels merged.
+    """
+    data = {**six_clients(), "c6": client_data([0, 1, 2], seed=8)}
+    section, changes = {**SECTION, "form": "as_released"}, {"augment::flip": 1.0}
+    done = Federation(section, data, rounds=3, folder=tmp_path, bundle_changes=changes).run()
+    seen = {c: mirrored(d) for c, d in data.items()}
+    theta, sizes, names = theta_of(done.initial), {c: len(d) for c, d in data.items()}, list(data)
+    theta = mean_of({c: numpy_clean(theta, d, c, 1, epochs=2) for c, d in seen.items()}, sizes)
+    assert np.abs(theta_of(done.models[0]) - theta).max() < 1e-6
+    assert done.column("steps", 1) == {c: 2 * max(len(d) // 4, 1) for c, d in data.items()}
+    table = np.array([numpy_losses(theta, d) for d in seen.values()])
+    assert done.column("class_loss", 2) == pytest.approx(dict(zip(names, np.nanmean(table, axis=1))), rel=1e-5)
+    noisy = [names[k] for k in voted(table)]
+    assert {c for c, s in done.column("status", 2).items() if s == "noisy"} == set(noisy)
+    labels = {c: 10.0 * np.eye(3)[data[c].labels.numpy()] for c in noisy}
+    for round in (2, 3):
+        models = {c: numpy_clean(theta, d, c, round, epochs=2) for c, d in seen.items() if c not in noisy}
+        for c in noisy:
+            models[c], labels[c] = numpy_corrected(theta, seen[c], c, round, labels[c], epochs=2, batches=complete)
+        apart = {c: min(distance_of(models[c], models[j]) for j in names if j not in noisy) for c in noisy}
+        far = {c: np.exp(-apart[c] / max(apart.values())) if c in noisy else 1.0 for c in names}
+        theta = mean_of(models, {c: sizes[c] * far[c] for c in names})
+        assert np.abs(theta_of(done.models[round - 1]) - theta).max() < 5e-5
+    kept = memories(done, tmp_path)
+    assert noisy
+    for c in noisy:
+        assert np.abs(kept[c]["label_logits"].numpy() - labels[c]).max() < 1e-3
+
+
+def asked(form, client, model, **changes):
+    """Label logits of a noisy client after one round, and its reply."""
+    _, settings = resolve_method({**SECTION, "form": form, **changes})
+    reply = train_by_status(client, Message.of({**settings.second_stage(), "status": "noisy"}, model=model))
+    return client.memory["label_logits"].numpy(), reply
+
+
+@pytest.mark.parametrize("form", ["published", "as_released"])
+def test_merge_takes_the_statistics_of_batches_in_the_released_form_alone(form):
+    """Labels that do not learn, so that what the merge adds is the network's prediction alone."""
+    data = {"c0": client_data([0, 1, 2, 0, 1, 2, 2, 1, 0, 1], seed=4)}
+    done = Federation(SECTION, data, network="Normed")
+    client = done.server.engine.host.client("c0")
+    client.round = 1
+    found, reply = asked(form, client, done.initial, label_rate=0.0)
+    state = {k: t.numpy() for k, t in reply.group("model").items()}
+    h = ones(data["c0"])[:, :-1] @ state["first.weight"].T + state["first.bias"]
+    want = np.empty_like(found)
+    order = torch.randperm(10, generator=torch_generator("shuffle", 0, 1, "c0", "merge")).numpy()
+    for rows in (order[:4], order[4:8], order[8:]):
+        mean, variance = state["norm.running_mean"], state["norm.running_var"]
+        if form == "as_released":
+            mean, variance = h[rows].mean(axis=0), h[rows].var(axis=0)
+        normal = (h[rows] - mean) / np.sqrt(variance + 1e-5) * state["norm.weight"] + state["norm.bias"]
+        told = np.maximum(normal, 0) @ state["head.weight"].T + state["head.bias"]
+        want[rows] = 10 * (softmax(10.0 * np.eye(3)[data["c0"].labels[rows]]) + softmax(told)) / 2
+    assert np.allclose(found, want, atol=1e-5)
+
+
+def test_labels_of_dropped_samples_do_not_learn_in_that_epoch():
+    """One epoch of two batches of ten samples: two labels stay, the others move."""
+    data = {"c0": client_data([0, 1, 2, 0, 1, 2, 2, 1, 0, 1], seed=4)}
+    done = Federation(SECTION, data)
+    client = done.server.engine.host.client("c0")
+    client.round = 1
+    one, reply = asked("as_released", client, done.initial, local_epochs=1, label_rate=2000.0)
+    del client.memory["label_logits"]
+    still, _ = asked("as_released", client, done.initial, local_epochs=1, label_rate=0.0)
+    order = torch.randperm(10, generator=torch_generator("shuffle", 0, 1, "c0")).numpy()
+    assert reply.values["steps"] == 2
+    assert sorted(np.flatnonzero(np.abs(one - still).max(axis=1) > 1e-3)) == sorted(order[:8])

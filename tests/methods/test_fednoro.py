@@ -343,3 +343,40 @@ def test_samples_with_an_agreed_class_do_not_follow_the_teacher():
     for key in models.keys() - {("agreed", "disagree")}:
         assert same_state(models[key], models["before", "all"])
     assert not same_state(models["before", "all"], plain)
+
+
+# The released form.
+
+FORMS = ("published", "as_released")
+
+
+def mirrored(client):
+    """The client's images from right to left."""
+    return ArrayDataset(client.images[..., ::-1].copy(), client.rows, client.labels)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_released_losses_are_those_of_augmented_images(form):
+    """Every image is flipped in training; the released form flips it where clients are judged too."""
+    data = six_clients()
+    done = Federation({**SECTION, "form": form}, data, rounds=3, bundle_changes={"augment::flip": 1.0}).run()
+    seen = {c: mirrored(d) if form == "as_released" else d for c, d in data.items()}
+    losses = {c: np.nanmean(numpy_losses(theta_of(done.models[1]), d)) for c, d in seen.items()}
+    assert done.column("class_loss", 3) == pytest.approx(losses, rel=1e-5)
+
+
+def test_released_losses_are_drawn_anew_for_each_client_and_are_the_same_again():
+    data = {"a": client_data([0, 1, 2] * 5, 3), "b": client_data([0, 1, 2] * 5, 3)}
+    done = Federation({**SECTION, "form": "as_released"}, data, bundle_changes={"augment::flip": 0.5})
+    told = {}
+    for name in ("a", "b", "a"):
+        client = done.server.engine.host.client(name)
+        reply = fednoro.class_losses(client, Message.of({"augmented": True}, model=done.initial))
+        told.setdefault(name, []).append(reply.values["class_losses"])
+    assert told["a"][0] == told["a"][1] != told["b"][0]
+
+
+def test_both_forms_are_one_where_nothing_is_augmented():
+    one, two = (Federation({**SECTION, "form": form}, six_clients(), rounds=4).run() for form in FORMS)
+    assert all(same_state(a, b) for a, b in zip(one.models, two.models, strict=True))
+    assert [r["clients"] for r in one.records] == [r["clients"] for r in two.records]

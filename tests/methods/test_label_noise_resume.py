@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from planted import memories
@@ -10,6 +12,7 @@ from test_rhfl import public
 from tiny_federation import Federation
 
 from medfed.federation.state import load_state, same_state, save_state
+from medfed.methods.registry import get_method
 
 ROUNDS = 4
 SECTIONS = {
@@ -20,12 +23,15 @@ SECTIONS = {
     },
     "rofl": {"name": "rofl", "local_epochs": 1, "pseudo_from": 1, "gradual": 2},
     "rhfl": {"name": "rhfl", "pretraining": 1},
+    "rhfl, as released": {"name": "rhfl", "pretraining": 1, "form": "as_released"},
+    "fedelc, as released": {"name": "fedelc", "local_epochs": 2, "warmup": 1, "form": "as_released"},
     "fedned": {
         "name": "fedned", "local_epochs": 1, "warmup": 1, "uncertainty": 1.0, "confidence": 0.4, "images": 8,
         "steps": 2,
     },
 }  # fmt: skip
-# A save is counted (1 is the first checkpoint); or a task is named with the round in which its replies are lost.
+# A save is counted (1 is the first checkpoint); or a task is named with the round in which its replies are lost, and
+# where it is asked several times a round, which time.
 KILLS = [
     ("fedlsr", 2),
     ("fedelc", 1),
@@ -43,6 +49,11 @@ KILLS = [
     ("rhfl", ("pretrain", 1)),
     ("rhfl", ("predict", 2)),
     ("rhfl", ("train", 3)),
+    ("rhfl, as released", 2),
+    ("rhfl, as released", ("predict", 2, 2)),
+    ("rhfl, as released", ("train", 3, 2)),
+    ("rhfl, as released", ("train", 3, 3)),
+    ("fedelc, as released", ("train_by_status", 3)),
     ("fedned", 2),
     ("fedned", ("train_judged", 3)),
 ]
@@ -53,7 +64,7 @@ class Killed(BaseException):
 
 
 def federation(name, folder, **options):
-    shown = public(12) if name in ("rhfl", "fedned") else None
+    shown = public(12) if get_method(SECTIONS[name]["name"]).public else None
     return Federation(
         SECTIONS[name], six_clients(), network="Normed", rounds=ROUNDS, folder=folder, public=shown, **options
     )
@@ -90,11 +101,13 @@ def test_killed_run_goes_on_bitwise(wholes, tmp_path, name, kill):
             raise Killed
 
     first = federation(name, tmp_path, save=save)
-    ask = first.server.ask
+    ask, asked = first.server.ask, Counter()
 
     def failing(task, *args, **options):
         replies = ask(task, *args, **options)
-        if (task, first.server.round) == kill:
+        at = task, first.server.round
+        asked[at] += 1
+        if kill in (at, (*at, asked[at])):
             raise Killed
         return replies
 

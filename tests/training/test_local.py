@@ -234,6 +234,48 @@ def test_predictions_features_and_losses(shared_trainer):
     assert not shared_trainer.predict(data).requires_grad
 
 
+def test_predictions_of_augmented_images():
+    """An augmentation that always mirrors: what is predicted is what the network says of mirrored images."""
+    t, data = trainer(bundle={"augment::flip": 1.0}), dataset()
+    mirrored = ArrayDataset(data.images[..., ::-1].copy(), data.rows, data.labels)
+    assert torch.allclose(t.predict(data, augmented=PARTS), t.predict(mirrored), atol=1e-6)
+    assert torch.allclose(t.losses(data, augmented=PARTS), t.losses(mirrored), atol=1e-6)
+    assert not torch.allclose(t.predict(data), t.predict(mirrored), atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [4, 11])
+def test_predictions_as_in_training_are_those_of_the_steps(count):
+    """Of every batch of an epoch that takes no step: same order, images, dropped features and batch statistics."""
+    t, data = trainer(bundle={"augment::flip": 0.5}), dataset(count)
+    before, told = snapshot(t), t.predict_as_in_training(data, seed_parts=PARTS)
+    assert equal(snapshot(t), before)
+    assert torch.equal(told, t.predict_as_in_training(data, seed_parts=PARTS))
+    assert not torch.allclose(told, t.predict(data), atol=1e-3)
+    seen = torch.full((count, 3), torch.nan)
+
+    def objective(network, batch):
+        logits = network(batch["image"])
+        seen[batch["index"]] = logits.detach()
+        return logits.sum()
+
+    t.fit(data, seed_parts=PARTS, objective=objective, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    assert torch.equal(seen, told)
+    assert not equal(snapshot(t), before)  # the steps moved the running statistics
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(11, [4, 4]), (9, [4, 4]), (8, [4, 4]), (5, [4]), (3, [3])])
+def test_incomplete_batches_are_left_out_unless_there_is_no_other(count, sizes, shared_trainer):
+    seen = []
+    result = shared_trainer.fit(
+        dataset(count), seed_parts=PARTS, epochs=2, drop_last=True, on_batch=lambda b, _: seen.append(b["index"])
+    )
+    assert [len(rows) for rows in seen] == sizes * 2
+    assert result.steps == 2 * len(sizes)
+    for epoch in (seen[: len(sizes)], seen[len(sizes) :]):
+        rows = torch.cat(epoch).tolist()
+        assert len(set(rows)) == len(rows)
+
+
 def test_sharpness_is_deterministic_unless_augmented(shared_trainer):
     data, start = dataset(), snapshot(shared_trainer)
     one, two = shared_trainer.sharpness(data, 0.05), shared_trainer.sharpness(data, 0.05, batch_size=5)
