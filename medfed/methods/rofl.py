@@ -44,7 +44,7 @@ class RoFLSettings(NoisyTraining):
         noise_rate: share of each batch that is left out, the expected share of wrong labels.
         gradual: rounds over which that share rises from 0.
         pseudo_from: round, counted from 0, from which samples far from their centroid learn the model's class, and up
-            to which the centroid loss rises; None is a tenth of all rounds (100 of 1000 in the port).
+            to which the centroid loss rises from 0; None is a tenth of all rounds (100 of 1000 in the port).
         centroid_weight: weight of the centroid loss.
         entropy_weight: weight of the entropy of the predictions.
     """
@@ -84,7 +84,7 @@ class RoFLSettings(NoisyTraining):
             **self.request(),
             "left_out": self.noise_rate * rise,
             "pseudo": passed >= begin,
-            "centroid_weight": self.centroid_weight * (min(1.0, (passed + 1) / begin) if begin else 1.0),
+            "centroid_weight": self.centroid_weight * (min(1.0, passed / begin) if begin else 1.0),
             "entropy_weight": self.entropy_weight,
             "released": self.form == "as_released",
         }

@@ -149,7 +149,7 @@ def test_schedules_and_settings():
     told = [settings.values(t, 100) for t in (1, 2, 10, 11, 50)]
     assert [t["left_out"] for t in told] == pytest.approx([0.0, 0.2 / 9, 0.2, 0.2, 0.2])
     assert [t["pseudo"] for t in told] == [False, False, False, True, True]
-    assert [t["centroid_weight"] for t in told] == pytest.approx([0.1, 0.2, 1.0, 1.0, 1.0])
+    assert [t["centroid_weight"] for t in told] == pytest.approx([0.0, 0.1, 0.9, 1.0, 1.0])
     assert RoFLSettings(pseudo_from=0, gradual=0).values(1, 5)["centroid_weight"] == 1.0
     with pytest.raises(ConfigError, match="noise_rate"):
         resolve_method({"name": "rofl", "noise_rate": 1.0})
