@@ -263,15 +263,16 @@ def prepare(experiment: Experiment, *, say: Say = lambda _: None, progress: Prog
     )
 
 
-def check_on(experiment: Experiment, cohort: Cohort) -> TrainingBundle:
+def check_on(experiment: Experiment, cohort: Cohort, *, build: bool = True) -> TrainingBundle:
     """Refuses what does not fit a cohort, before any of its images is decoded.
 
     Args:
         experiment: the validated experiment.
         cohort: what its ``cohort`` section names.
+        build: whether the network is built once, which takes its time and refuses bad arguments and weights.
 
     Returns:
-        The bundle with the cohort's classes, whose network has been built once.
+        The bundle with the cohort's classes.
 
     Raises:
         ConfigError: a class map, a bundle, an override, weights or a number of clients that cannot work.
@@ -282,7 +283,8 @@ def check_on(experiment: Experiment, cohort: Cohort) -> TrainingBundle:
         check_clients(experiment, len(names))
         corrupted_clients(names, experiment.condition)
     bundle = load_bundle(experiment, cohort.task)
-    bundle.build_network(seed=0)
+    if build:
+        bundle.build_network(seed=0)
     return bundle
 
 

@@ -279,7 +279,7 @@ def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None
         if (section := cell.experiment.cohort) is not None and standing(cell)[0] in (NEW, PARTIAL):
             waiting.setdefault(section.model_dump_json(), (section, []))[1].append(cell)
     for section, cells in waiting.values():
-        cohort, seen = None, set()
+        cohort, seen, built = None, set(), set()
         for cell in cells:
             experiment = cell.experiment
             if (parts := _checked_parts(experiment)) in seen:
@@ -291,7 +291,9 @@ def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None
                 if cohort is None:
                     say(f"Reading {section.root}")
                     cohort = read_section(section)
-                check_on(experiment, cohort)
+                network = json.dumps([experiment.bundle, experiment.overrides], sort_keys=True, default=str)
+                check_on(experiment, cohort, build=network not in built)
+                built.add(network)
             except MedfedError as error:
                 raise type(error)(str(error), where=cell.name) from None
 
