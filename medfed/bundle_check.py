@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from medfed.bundle_grammar import Fault, walk
+from medfed.config import repeated_keys
 from medfed.errors import ConfigError
 from medfed.training.bundle import LOCAL_KEYS, find_bundle, read_config, validate_config
 
@@ -221,20 +222,7 @@ def _read_json(path: Path) -> tuple[Any, list[str]]:
 
 def _read_yaml(path: Path) -> tuple[Any, list[str]]:
     """As :func:`_read_json`."""
-    repeated: list[str] = []
-    waiting = [yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
-    seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            repeated += _repeated(k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode))
-            waiting += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-    return read_config(path), repeated
+    return read_config(path), [key for key, _ in repeated_keys(path.read_text(encoding="utf-8"))]
 
 
 def _repeated(keys: Iterable[str]) -> list[str]:

@@ -238,20 +238,31 @@ class Experiment(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key stands once in a mapping; PyYAML would take the last one without a word."""
+def repeated_keys(text: str) -> list[tuple[str, int]]:
+    """Keys that a YAML text holds twice in one mapping, with the line of the second one; parsers take either.
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key '{key.value}' stands there twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        return node
+    Raises:
+        yaml.YAMLError: it is no YAML.
+    """
+    found = []
+    waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    visited: set[int] = set()  # an anchor may stand in many places, also within itself
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in visited:
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in keys:
+                        found.append((key.value, key.start_mark.line + 1))
+                    keys.add(key.value)
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+    return found
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -263,7 +274,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError("there is no such file.", where=str(path), fix="Give the path of a YAML file.")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        text = path.read_text(encoding="utf-8")
+        data, repeated = yaml.safe_load(text), repeated_keys(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -273,6 +285,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError("is not UTF-8 text.", where=str(path), fix="Save it as UTF-8.") from None
     if not isinstance(data, dict):
         raise ConfigError("is not a mapping of keys to values.", where=str(path), fix="See configs/ for examples.")
+    if repeated:
+        key, at = repeated[0]
+        raise ConfigError(f"the key '{key}' stands there twice, again in line {at}.", where=str(path), fix="Keep one.")
     return data
 
 
