@@ -107,7 +107,7 @@ def grid(
     loaded = load_grid(file, sets or [])
     console = Console(highlight=False)
     if dry_run:
-        check_cells(loaded, lambda text: typer.echo(text, err=True))
+        check_cells(loaded, say=lambda text: typer.echo(text, err=True))
         plan(loaded, console)
         return
     screen = GridScreen(loaded, parallel or len(loaded.file.devices) or 1, console)

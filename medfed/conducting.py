@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from medfed.config import Experiment
+from medfed.errors import FederationError
 from medfed.experiment import Say
 from medfed.federation.loop import Listener, run_rounds
 from medfed.federation.messages import State
@@ -74,6 +75,7 @@ def conduct(
 
     experiment, part = agreed.experiment, agreed.experiment.participation
     log = RecordLog(folder.records)
+    check_records(log, state.round)
     log.truncate_after(state.round)
     server = Server(
         engine,
@@ -112,6 +114,22 @@ def conduct(
         save_model(folder, server.model, agreed, **header)
     folder.write_meta(status="completed", finished=now())
     finish(folder, tracker, say)
+
+
+def check_records(log: RecordLog, done: int) -> None:
+    """Refuses to go on with a run that has lost records: they are written before the checkpoint of their round.
+
+    Args:
+        log: the records.
+        done: the round of the checkpoint.
+    """
+    missing = sorted(set(range(1, done + 1)) - {r["round"] for r in log.read()})
+    if missing:
+        raise FederationError(
+            f"{len(missing)} of the {done} rounds that are done are not on record, first round {missing[0]}.",
+            where=str(log.path),
+            fix="Restore that file, or start a new run.",
+        )
 
 
 @contextlib.contextmanager

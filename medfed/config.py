@@ -7,6 +7,7 @@ saved with the run.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +20,14 @@ from medfed.data.condition_spec import ConditionSpec
 from medfed.errors import ConfigError, nearest
 from medfed.tracking.settings import TrackingSettings
 
-KINDS = dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values") | dict.fromkeys(
-    ("list_type", "tuple_type"), "should be a list, e.g. [a, b]"
+KINDS = (
+    dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values")
+    | dict.fromkeys(("list_type", "tuple_type"), "should be a list, e.g. [a, b]")
+    | {"int_type": "should be a whole number"}
 )
 """What pydantic says in terms of Python, as a writer of YAML would say it."""
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key ``<<``, which may stand in a mapping more than once."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$"
 """What names of experiments and grids are made of."""
 NAME_FAULT = (
@@ -103,6 +108,13 @@ class EngineSection(Section):
     channels_last: bool = False
     compile: bool = False
     max_message_mb: float = Field(2048, gt=0)
+
+    @field_validator("device")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError("is no device: use auto, cpu, cuda or cuda:N")
+        return value
 
     @field_validator("workers", "threads")
     @classmethod
@@ -255,7 +267,7 @@ def repeated_keys(text: str) -> list[tuple[str, int]]:
         if isinstance(node, yaml.MappingNode):
             keys: set[str] = set()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode):
+                if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
                     if key.value in keys:
                         found.append((key.value, key.start_mark.line + 1))
                     keys.add(key.value)

@@ -257,7 +257,7 @@ def remembering(grid: Grid, tell: Tell) -> Tell:
     return told
 
 
-def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None:
+def check_cells(grid: Grid, slots: int | None = None, say: Callable[[str], None] = lambda _: None) -> None:
     """Refuses a cell that is still to be run, for all that can be told of it without decoding an image.
 
     Devices, bundles with their overrides and weights, class maps of label noise and the number of clients are looked
@@ -265,19 +265,18 @@ def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None
 
     Args:
         grid: the grid.
+        slots: cells that are to run at a time; None where none is to run here, and so no device need be here.
         say: told which cohort is being read.
 
     Raises:
         MedfedError: what is wrong, with the name of the first cell that has it.
     """
-    from medfed.training.local import resolve_device
-
-    for device in grid.file.devices:
-        resolve_device(device)
     waiting: dict[str, tuple[CohortSection, list[Cell]]] = {}
     for cell in grid.cells:
         if (section := cell.experiment.cohort) is not None and standing(cell)[0] in (NEW, PARTIAL):
             waiting.setdefault(section.model_dump_json(), (section, []))[1].append(cell)
+    if slots is not None:
+        _check_devices(grid, slots, [cell for _, cells in waiting.values() for cell in cells])
     for section, cells in waiting.values():
         cohort, seen, built = None, set(), set()
         for cell in cells:
@@ -286,8 +285,6 @@ def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None
                 continue
             seen.add(parts)
             try:
-                if not grid.file.devices:
-                    resolve_device(experiment.engine.device)
                 if cohort is None:
                     say(f"Reading {section.root}")
                     cohort = read_section(section)
@@ -296,13 +293,28 @@ def check_cells(grid: Grid, say: Callable[[str], None] = lambda _: None) -> None
                 built.add(network)
             except MedfedError as error:
                 raise type(error)(str(error), where=cell.name) from None
+            except Exception as error:  # of a bundle's or a reader's own code
+                raise ConfigError(f"{type(error).__name__}: {error}", where=cell.name) from error
+
+
+def _check_devices(grid: Grid, slots: int, cells: Sequence[Cell]) -> None:
+    """Refuses a device that is not here and that one of these cells would be given."""
+    from medfed.training.local import resolve_device
+
+    if grid.file.devices:
+        for device in grid.file.devices[: min(slots, len(cells))]:
+            resolve_device(device)
+        return
+    for device, cell in {c.experiment.engine.device: c for c in reversed(cells)}.items():
+        try:
+            resolve_device(device)
+        except MedfedError as error:
+            raise type(error)(str(error), where=cell.name) from None
 
 
 def _checked_parts(experiment: Experiment) -> str:
     """What :func:`check_cells` looks at, as text."""
-    content = experiment.model_dump(
-        mode="json", include={"bundle", "overrides", "engine", "participation", "condition"}
-    )
+    content = experiment.model_dump(mode="json", include={"bundle", "overrides", "participation", "condition"})
     content["condition"].pop("seed")
     return json.dumps(content, sort_keys=True)
 
@@ -374,7 +386,7 @@ def run_grid(
         write_content(grid)
         tell = remembering(grid, tell)
         waiting = [i for i, cell in enumerate(grid.cells) if standing(cell)[0] != DONE]
-        check_cells(grid, say)
+        check_cells(grid, slots, say)
         if slots > 1 or grid.file.devices:
             from medfed.grid_workers import run_side_by_side
 

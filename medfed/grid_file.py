@@ -15,10 +15,11 @@ from pydantic import Field, StrictInt, ValidationError, field_validator
 
 from medfed.checks import check_method
 from medfed.config import NAME, Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
-from medfed.errors import ConfigError, DataError, nearest
+from medfed.errors import ConfigError, DataError, MedfedError, nearest
 from medfed.experiment import kind_of
 from medfed.methods.registry import resolve_method
 from medfed.report.metrics import NAMES
+from medfed.rundir import META, RunFolder
 
 LABEL = "label"
 WHERE_NOT_WHAT = (
@@ -336,10 +337,30 @@ def _cell(condition: str, method: str, experiment: Experiment, folder: Path) -> 
     key = digest(experiment)[:10]
     words = [slug(condition), slug(method), f"s{experiment.seed}", key]
     own = folder / "-".join(filter(None, words))
-    if not own.exists():
-        # A label is nothing but a label: the same experiment may be here under an earlier one.
-        own = next(iter(sorted(folder.glob(f"*-s{experiment.seed}-{key}"))), own)
-    return Cell(condition, method, experiment.seed, experiment, own)
+    return Cell(condition, method, experiment.seed, experiment, _earlier(own, "-".join(words[2:])) or own)
+
+
+def _earlier(own: Path, end: str) -> Path | None:
+    """The folder of the same experiment under another label, where there is no run under this one.
+
+    A label is nothing but a label. What is not named as the run in it would have been named is no folder of a cell.
+
+    Args:
+        own: the folder under this label.
+        end: seed and digest, with which the names of all these folders end.
+    """
+    if (own / META).is_file():
+        return None
+    found = []
+    for folder in sorted(own.parent.glob(f"*{end}")):
+        try:
+            meta = RunFolder(folder).meta()
+            named = "-".join(filter(None, (slug(meta["grid"]["condition"]), slug(meta["grid"]["method"]), end)))
+        except (MedfedError, KeyError, TypeError):
+            continue
+        if folder.name == named:
+            found.append((meta["status"] != "completed", folder))
+    return min(found)[1] if found else None
 
 
 def slug(text: str) -> str:

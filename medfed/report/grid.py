@@ -138,7 +138,7 @@ def write_grid_report(
 
     found = grid_tables(folder)
     out = folder if out is None else out
-    own = OwnFiles(out)
+    own = OwnFiles(out, found.cells.name)
     if own.problem:
         found.notes.append(own.problem)
     published = papers(found.cells, bootstrap, spread)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MANIFEST = "report-files.json"
-"""Names of the files that the newest report wrote, each with the sha256 of what is in it."""
+"""For each report the names of the files that it wrote last, each with the sha256 of what is in it."""
 FIGURES = "figures"
 _PART = r"[^./\\:\x00-\x1f][^/\\:\x00-\x1f]*"
 _NAME = re.compile(rf"(?:{_PART}\.(?:html|csv|tex|md)|{FIGURES}/{_PART}\.pdf)")
@@ -26,17 +26,18 @@ class OwnFiles:
 
     Args:
         folder: where the reports are written; it need not exist yet.
+        of: what is reported, e.g. the name of a grid: files of other reports in the folder stay.
 
     Attributes:
         problem: why what an earlier report wrote is not known; empty where it is, or where there was none.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, of: str = ""):
+        self.folder, self.of = folder, of
         self.problem = ""
-        self._known: dict[str, str] = {}
+        self._reports: dict[str, dict[str, str]] = {}
         try:
-            self._known = _read(folder / MANIFEST)
+            self._reports = _read(folder / MANIFEST)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, RecursionError) as error:
@@ -63,8 +64,8 @@ class OwnFiles:
         now = {path.relative_to(self.folder).as_posix(): _digest(path) for path in written}
         said = [self.problem] if self.problem else []
         current = {name.casefold() for name in now}  # where Q.csv and q.csv are one file, it is a new one
-        left = {}
-        for name, digest in self._known.items():
+        left, known = {}, self._reports.pop(self.of, {})
+        for name, digest in known.items():
             path = self.folder / name
             if name.casefold() in current or not path.is_file():
                 continue
@@ -77,10 +78,15 @@ class OwnFiles:
             except OSError as error:
                 said.append(f"Left: {path}, of an earlier report ({error.strerror})")
                 left[name] = digest
-        if any(name.startswith(f"{FIGURES}/") for name in self._known.keys() - now.keys()):
+        if any(name.startswith(f"{FIGURES}/") for name in known.keys() - now.keys()):
             with contextlib.suppress(OSError):  # it is gone, a link, or something else lies in it
                 (self.folder / FIGURES).rmdir()
-        write_page(json.dumps({"files": {**left, **now}}, indent=1, ensure_ascii=False) + "\n", self.folder / MANIFEST)
+        others = {
+            report: {name: digest for name, digest in files.items() if name.casefold() not in current}
+            for report, files in self._reports.items()
+        }
+        content = {"reports": {**others, self.of: {**left, **now}}}
+        write_page(json.dumps(content, indent=1, ensure_ascii=False) + "\n", self.folder / MANIFEST)
         return said
 
     def _unchanged(self, path: Path, digest: str) -> bool:
@@ -89,21 +95,24 @@ class OwnFiles:
         return path.resolve() == at / path.relative_to(self.folder) and _digest(path) == digest
 
 
-def _read(manifest: Path) -> dict[str, str]:
-    """Names and digests.
+def _read(manifest: Path) -> dict[str, dict[str, str]]:
+    """Names and digests by report.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is of another form, or names a file that no report writes.
     """
     content = json.loads(manifest.read_text(encoding="utf-8"))
-    files = content.get("files") if isinstance(content, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
-        raise ValueError("it is no list of files")
-    for name in files:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"no report writes a file called {name!r}")
-    return files
+    reports = content.get("reports") if isinstance(content, dict) else None
+    if not isinstance(reports, dict):
+        raise ValueError("it is no list of reports")
+    for files in reports.values():
+        if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+            raise ValueError("it is no list of files")
+        for name in files:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"no report writes a file called {name!r}")
+    return reports
 
 
 def _digest(path: Path) -> str:

@@ -1,7 +1,7 @@
 """The form of what a run wrote down, as far as reports rely on it: everything that they read has been checked by this.
 
 Numbers among metrics and among what clients report may be anything: what is no number counts as not recorded
-(:func:`medfed.report.runs.quantity`).
+(:func:`medfed.report.runs.quantity`). Only what is counted over clients, samples and edited targets, must be numbers.
 """
 
 from __future__ import annotations

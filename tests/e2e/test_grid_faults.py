@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import medfed.grid
 from medfed.cli import app
+from medfed.config import read_yaml
 from medfed.errors import ConfigError, MedfedError
 from medfed.grid import Bench, check_cells, standing
 from medfed.grid_file import load_grid
@@ -33,13 +36,14 @@ NOISE = {"kind": "symmetric", "rate": 0.2, "clean": 2}
     [
         ({"changes": {"method.name": "fedism"}}, "'method.name' cannot be changed in a grid"),
         ({"changes": {"seed": 5}}, "'seed' cannot be changed in a grid"),
-        ({"seeds": [True]}, "'seeds.0'"),
-        ({"seeds": ["1"]}, "'seeds.0'"),
+        ({"seeds": [True]}, "'seeds.0': should be a whole number (given: True)."),
+        ({"seeds": ["1"]}, "'seeds.0': should be a whole number (given: '1')."),
         ({"methods": [{"name": "fedavg", "label": ""}]}, "a label is empty"),
         ({"methods": [{"name": "fedavg", "label": None}]}, "a label is empty"),
         ({"conditions": [{"label": " ", "condition.seed": 1}]}, "a label is empty"),
         ({"conditions": {"noise": [{"label": None, "condition.seed": 1}]}}, "a label is empty"),
         ({"metrics": ["acuracy"]}, "'acuracy' is no metric. Did you mean 'accuracy'?"),
+        ({"changes": {"engine.device": "gpu"}}, "'engine.device': is no device: use auto, cpu, cuda or cuda:N"),
         ({"base": [1]}, "'base': should be the path of an experiment file, or the experiment itself (given: [1])."),
         ({"base": None}, "'base': should be the path"),
         ({"methods": [["fedavg"]]}, "'methods': should be names or sections of methods, which ['fedavg'] is not"),
@@ -101,6 +105,12 @@ def test_a_merged_key_may_be_overridden(tmp_path, one):
     assert [c.experiment.method["q"] for c in load_grid(file).cells] == [1.0, 3.0]
 
 
+def test_two_merges_in_one_section_are_none_too_many(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("a: &a {x: 1}\nb: &b {y: 2}\nc:\n  <<: *a\n  <<: *b\n")
+    assert read_yaml(file)["c"] == {"x": 1, "y": 2}
+
+
 # --- what only the cohort tells
 
 
@@ -111,8 +121,7 @@ def test_a_merged_key_may_be_overridden(tmp_path, one):
         ({"changes": {"overrides.imagesize": [32, 32]}}, "imagesize"),
         ({"changes": {"overrides.weights": "/nowhere/weights.pt"}}, "/nowhere/weights.pt"),
         ({"changes": {"overrides.network_name": "ResNot"}}, "ResNot"),
-        ({"changes": {"engine.device": "gpu"}}, "'gpu' is no device"),
-        ({"devices": ["cuda:63"]}, "no device 'cuda:63' here"),
+        ({"changes": {"overrides.network_def::block_inplanes": [4, 8, -8, 8]}}, "RuntimeError: "),
         ({"changes": {"participation.quorum": 99}}, "a quorum of 99 can never be reached"),
         ({"changes": {"condition.partition.corrupted": 99}}, "99 corrupted clients of 4"),
         ({"changes": {"condition.corruption": None}}, "corruption"),
@@ -149,7 +158,27 @@ def test_what_cannot_run_is_refused_before_any_cell_starts(tmp_path, one, conten
 
 def test_cells_that_are_done_are_not_looked_at_again(copied, monkeypatch):
     monkeypatch.setattr(medfed.grid, "read_section", lambda _: pytest.fail("the cohort was read"))
-    check_cells(copied)
+    check_cells(replace(copied, file=copied.file.model_copy(update={"devices": ["cuda:63"]})), slots=1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "own", "slots", "missed"),
+    [
+        (["cpu", "cuda:63"], "cpu", 2, "cuda:63"),
+        (["cpu", "cuda:63"], "cpu", 1, None),  # it is given to no cell
+        (["cpu", "cuda:63"], "cuda:63", 1, None),  # the grid's go before the cells' own
+        ([], "cuda:63", 1, "cuda:63"),
+        ([], "cuda:63", None, None),  # planned here, run elsewhere
+        (["cuda:63"], "cpu", None, None),
+    ],
+)
+def test_only_devices_that_a_cell_is_given_must_be_here(tmp_path, one, devices, own, slots, missed):
+    file = grid_file(tmp_path, one, devices=devices, changes={"engine.device": own})
+    if missed is None:
+        check_cells(load_grid(file), slots)
+    else:
+        with pytest.raises(ConfigError, match=f"no device '{missed}' here"):
+            check_cells(load_grid(file), slots)
 
 
 def test_a_group_whose_images_cannot_be_used_is_prepared_once(tmp_path, one, monkeypatch):
@@ -199,8 +228,6 @@ def test_a_damaged_run_fails_alone_and_is_not_touched(copied, tmp_path, how):
 
 
 def test_a_damaged_run_that_is_removed_runs_again(copied):
-    import shutil
-
     damage(copied.cells[1].folder, "run.json:{}")
     shutil.rmtree(copied.cells[1].folder)
     assert [e.kind for e in ran(copied)] == ["start", "round", "done"]
@@ -228,6 +255,23 @@ def test_a_damaged_list_of_failures_is_written_anew(copied, content):
     assert write_grid_report(copied.folder)
 
 
+@pytest.mark.parametrize("content", [None, "", "garbage\n", "{}"])
+def test_a_stopped_run_that_has_lost_records_does_not_go_on(copied, tmp_path, content):
+    """Rounds that are done and not on record would be missing from every table for good."""
+    cell = copied.cells[1]
+    file, meta = cell.folder / "records.jsonl", json.loads((cell.folder / "run.json").read_text())
+    (cell.folder / "run.json").write_text(json.dumps({**meta, "status": "interrupted"}))
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    failed = [e for e in ran(copied) if e.kind == "failed"]
+    assert [e.cell for e in failed] == [1]
+    assert "1 of the 1 rounds that are done are not on record" in failed[0].reason
+    told = CliRunner().invoke(app, ["resume", str(cell.folder)])
+    assert isinstance(told.exception, MedfedError)
+
+
 def test_resuming_a_damaged_run_is_a_message(copied):
     damage(copied.cells[0].folder, "run.json:{bad")
     told = CliRunner().invoke(app, ["resume", str(copied.cells[0].folder)])
@@ -248,6 +292,45 @@ def test_another_label_is_no_other_run(copied, tmp_path):
     cells = load_cells(grid.folder)
     assert [c.method for c in cells.cells] == ["FedAvg (ours)", "fedism"] * 2
     assert cells.counts() == {"done": 4}
+
+
+def renamed(copied, tmp_path, label):
+    content = yaml.safe_load((tmp_path / "grid.yaml").read_text())
+    (tmp_path / "grid.yaml").write_text(yaml.safe_dump({**content, "methods": [{"name": "fedavg", "label": label}]}))
+    return load_grid(tmp_path / "grid.yaml").cells[0]
+
+
+def test_a_label_without_latin_letters_is_found_again_too(copied, tmp_path):
+    folder = copied.cells[0].folder
+    plain = folder.with_name(folder.name.removeprefix("fedavg-"))
+    meta = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**meta, "grid": {**meta["grid"], "method": "方法"}}))
+    folder.rename(plain)
+    assert renamed(copied, tmp_path, "Ours").folder == plain
+
+
+def test_what_only_looks_like_the_folder_of_a_cell_is_none(copied, tmp_path):
+    folder = copied.cells[0].folder
+    end = folder.name.removeprefix("fedavg-")
+    shutil.copytree(folder, folder.with_name(f"a-backup-{end}"))
+    folder.with_name(f"a-note-{end}").write_text("")
+    folder.with_name(f"an-empty-one-{end}").mkdir()
+    assert renamed(copied, tmp_path, "Ours").folder == folder
+    shutil.rmtree(folder)
+    assert renamed(copied, tmp_path, "Ours").folder == folder.with_name(f"Ours-{end}")
+
+
+def test_a_finished_run_goes_before_one_that_was_stopped(copied, tmp_path):
+    folder = copied.cells[0].folder
+    end = folder.name.removeprefix("fedavg-")
+    other = folder.with_name(f"FedAvg-{end}")
+    shutil.copytree(folder, other)
+    meta = json.loads((other / "run.json").read_text())
+    stopped = {**meta, "status": "interrupted", "grid": {**meta["grid"], "method": "FedAvg"}}
+    (other / "run.json").write_text(json.dumps(stopped))
+    folder.with_name(f"Ours-{end}").mkdir()  # begun and killed before its run.json
+    assert renamed(copied, tmp_path, "Ours").folder == folder
+    assert renamed(copied, tmp_path, "FedAvg").folder == other  # the label's own run
 
 
 # --- an interrupt

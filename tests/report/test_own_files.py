@@ -69,7 +69,8 @@ def test_a_report_leaves_what_it_wrote_and_nothing_of_the_one_before(tmp_path):
     assert whole - new == gone
     assert files(folder) == new | {"notes.csv", "figures/mine.pdf"}
     assert sorted(said) == sorted(f"Removed: {folder / n}, of an earlier report" for n in gone)
-    assert set(json.loads((folder / MANIFEST).read_text())["files"]) == new
+    (noted,) = json.loads((folder / MANIFEST).read_text())["reports"].values()
+    assert set(noted) == new
 
 
 def test_without_intervals_those_of_before_go_and_their_folder_too(tmp_path):
@@ -111,6 +112,17 @@ def test_what_was_changed_since_or_lies_behind_a_link_stays(tmp_path):
     assert OwnFiles(folder).settle([folder / "report.html"]) == []
 
 
+def test_reports_of_two_grids_in_one_folder_leave_each_other_alone(tmp_path):
+    OwnFiles(tmp_path, "one").settle(reported(tmp_path, "report.html", "tests.csv", "against-q.csv"))
+    assert OwnFiles(tmp_path, "two").settle(reported(tmp_path, "report.html", "intervals.csv")) == []
+    assert (tmp_path / "tests.csv").is_file()
+    (tmp_path / "tests.csv").rename(tmp_path / "theirs")  # a file of this name is the second one's from now on
+    assert OwnFiles(tmp_path, "two").settle(reported(tmp_path, "report.html", "tests.csv")) != []
+    said = OwnFiles(tmp_path, "one").settle(reported(tmp_path, "report.html"))
+    assert [line.split(", ")[0].rsplit("/", 1)[-1] for line in said] == ["against-q.csv"]
+    assert (tmp_path / "tests.csv").is_file()
+
+
 def test_names_that_differ_in_case_alone_are_one_file(tmp_path):
     OwnFiles(tmp_path).settle(reported(tmp_path, "against-Q.csv"))
     kept = reported(tmp_path, "against-q.csv")
@@ -130,10 +142,12 @@ HASH = "2689367b205c16ce32ed4200942b8b8b1e262dfc70d9bc9fbc77c49699a4f1df"
         "7",
         "[]",
         "{}",
-        '{"files": ["tests.csv"]}',
-        '{"files": {"tests.csv": 1}}',
+        '{"files": {"tests.csv": "ok"}}',
+        '{"reports": ["tests.csv"]}',
+        '{"reports": {"": ["tests.csv"]}}',
+        '{"reports": {"": {"tests.csv": 1}}}',
         *(
-            json.dumps({"files": {"tests.csv": HASH, name: HASH}})
+            json.dumps({"reports": {"": {"tests.csv": HASH, name: HASH}}})
             for name in (
                 "../outside.csv",
                 "/OUTSIDE",
