@@ -133,6 +133,7 @@ def write_grid_report(
     from medfed.report.own_files import FIGURES, OwnFiles
     from medfed.report.page import against_view, common, comparison_view
     from medfed.report.paper.sheets import LEGEND
+    from medfed.report.paper.statistics import EXACT
     from medfed.report.paper.whole import papers, texts
     from medfed.report.plots import save, svg
 
@@ -151,6 +152,7 @@ def write_grid_report(
         open=[c for c in found.cells.cells if c.standing != DONE],
         papers=published,
         legend=LEGEND,
+        exact=EXACT,
         charts=[(c, svg(c.figure, c.paper, c.caption)) for c in published.charts],
         forests=[(c, svg(c.figure, "Bootstrap intervals", c.caption)) for c in forests],
         interval_sheets=published.interval_sheets,

@@ -118,6 +118,8 @@ def read_cell(folder: Path, entry: Mapping[str, Any], failures: Mapping[str, str
             run = load_run(folder / name)
         except MedfedError as error:
             reason = reason or f"its run cannot be read: {error.what}"
+    if run is not None and not run.meta.get("status"):  # without it nothing else that stands there can be relied on
+        run, reason = None, reason or "its run.json is damaged: it does not say how the run stands"
     if run is not None and run.finished:
         standing, reason = DONE, ""
     elif reason or (run is not None and run.status == "failed"):

@@ -252,7 +252,10 @@ def test_a_damaged_list_of_failures_is_written_anew(copied, content):
     damage(copied.cells[1].folder, "run.json:{}")
     ran(copied)
     assert list(json.loads(path.read_text())) == [copied.cells[1].folder.name]
-    assert write_grid_report(copied.folder)
+    page = write_grid_report(copied.folder)[0].read_text()
+    assert "its run.json is damaged" in page
+    assert "exact where there are at most 36 pairs" in page
+    assert load_cells(copied.folder).cells[1].run is None  # its records are of nobody knows what
 
 
 @pytest.mark.parametrize("content", [None, "", "garbage\n", "{}"])
