@@ -51,7 +51,7 @@ class FedMeritSettings(LocalTraining, OctFedSIRSettings):
 
     Args:
         salt: sharpness-aware local training; ``true`` takes the defaults of FedISM. Off by default: in runs of a dozen
-            rounds it cost accuracy wherever images differed (docs/results-labels.md).
+            rounds it cost accuracy in most (docs/results-labels.md).
         salt_with: ``peers``: sharpness-aware steps only where images differ in quality, which is what they are for; or
             ``always``.
         measure: radius of the measured need; ``null`` takes that of ``salt``, and a constant radius where that of
