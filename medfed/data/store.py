@@ -97,6 +97,7 @@ class ImageStore:
         self._index = Index(folder / "index.sqlite", self.read_only)
         self._sound: set[int] = set()  # rows whose checksum was compared
         self._lock = FileLock(folder / "lock")
+        self._opening = FileLock(folder / "opening.lock")
         self._images: np.ndarray | None = None
 
     @classmethod
@@ -118,13 +119,14 @@ class ImageStore:
         if store.read_only:
             check_read_only(folder, pipeline, store._index)
             return store
-        try:
-            # Whoever holds the lock is building, and has repaired the store before: no need to wait.
-            with store._locked(timeout=0 if store._index.path.exists() else -1):
+        # One opens at a time. So whoever else holds the lock is building, and has repaired the store: no need to wait.
+        with store._locked(store._opening):
+            try:
+                with store._locked(store._lock, timeout=0):
+                    check_meta(folder, pipeline)
+                    store._repair()
+            except Timeout:
                 check_meta(folder, pipeline)
-                store._repair()
-        except Timeout:
-            check_meta(folder, pipeline)
         return store
 
     @property
@@ -315,9 +317,9 @@ class ImageStore:
         return Built(rows, digests, failures, corrections, done.decoded, done.derived, reused, notes)
 
     @contextmanager
-    def _locked(self, timeout: float = -1) -> Iterator[None]:
+    def _locked(self, lock: FileLock | None = None, timeout: float = -1) -> Iterator[None]:
         try:
-            with self._lock.acquire(timeout=timeout):
+            with (lock or self._lock).acquire(timeout=timeout):
                 yield
         except Timeout:
             raise

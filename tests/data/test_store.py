@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from medfed.data.cohort import Cohort, Task
 from medfed.data.corruption import Corruption
 from medfed.data.store import ImageStore, Pipeline, describe
 from medfed.data.store_build import to_record
+from medfed.data.store_index import Index
 from medfed.errors import DataError
 
 SHAPE = (1, 4, 5)
@@ -320,6 +322,7 @@ def test_a_file_that_kills_its_decoder_is_named(tmp_path, loader, pipeline):
 CHILD = """
 import sys
 sys.path.insert(0, {here!r})
+from contextlib import closing
 from pathlib import Path
 import test_store as t
 from medfed.data import store
@@ -431,6 +434,36 @@ def test_two_at_once_share_the_work(tmp_path, loader, pipeline):
     assert loader.calls == 6
     assert built[0].rows == built[1].rows
     assert sorted([built[0].decoded, built[1].decoded]) == [0, 6]
+
+
+def test_who_opens_a_store_that_is_just_being_made_waits_for_it(tmp_path, pipeline, monkeypatch):
+    """SQLite makes the file before there is a table in it."""
+    begun, create = threading.Event(), Index.create
+
+    def slowly(index):
+        if not begun.is_set():
+            with closing(sqlite3.connect(index.path)) as connection:
+                connection.execute("PRAGMA user_version = 1")
+            begun.set()
+            time.sleep(0.5)
+        create(index)
+
+    monkeypatch.setattr(Index, "create", slowly)
+    first = threading.Thread(target=ImageStore.open, args=(tmp_path, pipeline))
+    first.start()
+    assert begun.wait(10)
+    assert ImageStore.open(tmp_path, pipeline)._index.files() == {}
+    first.join()
+
+
+def test_who_opens_a_store_that_is_being_built_does_not_wait(tmp_path, pipeline):
+    building = ImageStore.open(tmp_path, pipeline)
+    with building._locked():
+        opened = []
+        other = threading.Thread(target=lambda: opened.append(ImageStore.open(tmp_path, pipeline)))
+        other.start()
+        other.join(10)
+        assert len(opened) == 1
 
 
 def test_an_interrupted_build_goes_on(tmp_path, pipeline):
