@@ -235,8 +235,9 @@ def prepare_run(
     Raises:
         DataError: they are not.
     """
-    from medfed.config import read_yaml, validate
+    from medfed.config import validate
     from medfed.experiment import prepare
+    from medfed.yaml_file import read_yaml
 
     file = run / EXPERIMENT
     say(f"Reading the images of {run}")

@@ -24,19 +24,20 @@ from typing import Any
 import yaml
 
 from medfed.bundle_grammar import Fault, walk
-from medfed.config import repeated_keys
 from medfed.errors import ConfigError
 from medfed.training.bundle import LOCAL_KEYS, find_bundle, read_config, validate_config
+from medfed.yaml_file import repeated_keys
 
 METADATA = "configs/metadata.json"
 TRAIN = "configs/train.yaml"
 SCHEMA = "bundle_metadata.json"
 _CONFIGS = (".json", ".yaml", ".yml")
 # What Python would import or unpickle from the bundle's folder, which MONAI puts on the search path, and what makes it
-# an installed package: entry points are loaded and called, and tell of versions that are not there.
+# an installed package: entry points are loaded and called, and tell of versions that are not there. Ends of names, not
+# suffixes: ``.dist-info`` alone is a package too, and so is ``EGG-INFO`` where the folder's own name ends in ``.egg``.
 _CODE = (
     *(".py", ".pyc", ".pyd", ".pyw", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pth", ".egg", ".whl", ".zip"),
-    *(".dist-info", ".egg-info"),
+    *(".dist-info", ".egg-info", "egg-info"),
 )
 _LOGGING_CLASSES = ("StreamHandler", "NullHandler", "logging.StreamHandler", "logging.NullHandler")
 _LOGGING_TEXT = ("format", "datefmt")
@@ -158,7 +159,7 @@ def _file_faults(root: Path) -> Iterator[Fault]:
                 yield Fault(_below(root, path), "it is a symbolic link.", "Put the file itself there.")
             elif not path.is_file() and not path.is_dir():
                 yield Fault(_below(root, path), "it is neither a file nor a folder.", "Remove it.")
-            elif path.suffix.lower() in _CODE:
+            elif name.lower().endswith(_CODE):
                 yield Fault(_below(root, path), "it is code or may hold code.", "Install code as a package instead.")
     for error in closed:
         yield Fault(_below(root, Path(error.filename)), "it cannot be listed.", "Let this user read it.")

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from medfed.data.condition_spec import ConditionSpec
 from medfed.errors import ConfigError, nearest
 from medfed.tracking.settings import TrackingSettings
+from medfed.yaml_file import read_yaml
 
 KINDS = (
     dict.fromkeys(("model_type", "dict_type"), "should be a section of keys and values")
@@ -26,8 +27,6 @@ KINDS = (
     | {"int_type": "should be a whole number"}
 )
 """What pydantic says in terms of Python, as a writer of YAML would say it."""
-MERGE = "tag:yaml.org,2002:merge"
-"""Tag of the key ``<<``, which may stand in a mapping more than once."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,60}$"
 """What names of experiments and grids are made of."""
 NAME_FAULT = (
@@ -248,59 +247,6 @@ class Experiment(Section):
     def dump(self) -> str:
         """The resolved experiment as YAML."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def repeated_keys(text: str) -> list[tuple[str, int]]:
-    """Keys that a YAML text holds twice in one mapping, with the line of the second one; parsers take either.
-
-    Raises:
-        yaml.YAMLError: it is no YAML.
-    """
-    found = []
-    waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
-    visited: set[int] = set()  # an anchor may stand in many places, also within itself
-    while waiting:
-        node = waiting.pop()
-        if node is None or id(node) in visited:
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            keys: set[str] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
-                    if key.value in keys:
-                        found.append((key.value, key.start_mark.line + 1))
-                    keys.add(key.value)
-            waiting += [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-    return found
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML mapping.
-
-    Raises:
-        ConfigError: the file is missing, is not YAML, holds a key twice or is not a mapping; says the line.
-    """
-    if not path.is_file():
-        raise ConfigError("there is no such file.", where=str(path), fix="Give the path of a YAML file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        data, repeated = yaml.safe_load(text), repeated_keys(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigError(f"not valid YAML{line}: {problem}.", where=str(path), fix="Mend that line.") from None
-    except UnicodeDecodeError:
-        raise ConfigError("is not UTF-8 text.", where=str(path), fix="Save it as UTF-8.") from None
-    if not isinstance(data, dict):
-        raise ConfigError("is not a mapping of keys to values.", where=str(path), fix="See configs/ for examples.")
-    if repeated:
-        key, at = repeated[0]
-        raise ConfigError(f"the key '{key}' stands there twice, again in line {at}.", where=str(path), fix="Keep one.")
-    return data
 
 
 def apply_sets(data: dict[str, Any], sets: Iterable[str]) -> dict[str, Any]:

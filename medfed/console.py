@@ -91,7 +91,8 @@ class Screen:
             compare(loaded, allow_unpaired=True).render(self.console)
         for path in runs:
             self.say(f"Report: {path / 'report.html'}")
-        from medfed.config import read_yaml, validate
+        from medfed.config import validate
+        from medfed.yaml_file import read_yaml
 
         tracking = validate(read_yaml(runs[-1] / "experiment.yaml"), str(runs[-1])).tracking
         if tracking.enabled:

@@ -63,10 +63,10 @@ def standing(cell: Cell) -> tuple[str, int]:
         return NEW, 0
     rounds = recorded(cell)
     try:
-        check_whole(cell)
+        status = check_whole(cell, rounds)
     except MedfedError:
         return DAMAGED, rounds
-    return (DONE if RunFolder(cell.folder).meta()["status"] == "completed" else PARTIAL), rounds
+    return (DONE if status == "completed" else PARTIAL), rounds
 
 
 def recorded(cell: Cell) -> int:
@@ -78,21 +78,30 @@ def recorded(cell: Cell) -> int:
     return sum(line.startswith(b"{") and line.rstrip().endswith(b"}") for line in lines)
 
 
-def check_whole(cell: Cell) -> None:
+def check_whole(cell: Cell, rounds: int) -> str:
     """Refuses a run that says nothing of how it stands, or that is completed without the records of its rounds.
 
     Nothing repairs it: whether to remove a run is for a person to say.
+
+    Args:
+        cell: the cell, whose run is there.
+        rounds: how many of its rounds are recorded.
+
+    Returns:
+        The status of the run.
 
     Raises:
         ConfigError: what is wrong, and what to do.
     """
     run = RunFolder(cell.folder)
-    if run.meta()["status"] == "completed" and (found := recorded(cell)) < cell.experiment.rounds:
+    status: str = run.meta()["status"]
+    if status == "completed" and rounds < cell.experiment.rounds:
         raise ConfigError(
-            f"the run is completed, but {run.records.name} holds {found} of its {cell.experiment.rounds} rounds.",
+            f"the run is completed, but {run.records.name} holds {rounds} of its {cell.experiment.rounds} rounds.",
             where=str(cell.folder),
             fix="Restore that file, or remove the folder and run the grid again.",
         )
+    return status
 
 
 class Bench:
@@ -330,7 +339,7 @@ def attempt(bench: Bench, cell: Cell, index: int, others: Sequence[Path], tell: 
     tell(Event("start", index, rounds))
     try:
         if state == DAMAGED:
-            check_whole(cell)
+            check_whole(cell, rounds)
         bench.run(cell, others, lambda record, _: tell(Event("round", index, record["round"])))
     except MedfedError as error:
         tell(Event("failed", index, reason=str(error)))

@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import Field, StrictInt, ValidationError, field_validator
 
 from medfed.checks import check_method
-from medfed.config import NAME, Experiment, Section, apply_change, apply_sets, explain, read_yaml, rooted, validate
+from medfed.config import NAME, Experiment, Section, apply_change, apply_sets, explain, rooted, validate
 from medfed.errors import ConfigError, DataError, MedfedError, nearest
 from medfed.experiment import kind_of
 from medfed.methods.registry import resolve_method
 from medfed.report.metrics import NAMES
 from medfed.rundir import META, RunFolder
+from medfed.yaml_file import read_yaml
 
 LABEL = "label"
 WHERE_NOT_WHAT = (

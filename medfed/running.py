@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfed.checks import check_method
 from medfed.conducting import conduct, write_beginning
-from medfed.config import Experiment, load_experiment, read_yaml, validate
+from medfed.config import Experiment, load_experiment, validate
 from medfed.engines.host import ClientHost
 from medfed.engines.local import LocalEngine
 from medfed.engines.planning import available_cores, choose_workers
@@ -26,6 +26,7 @@ from medfed.methods.registry import resolve_method
 from medfed.rundir import EXPERIMENT, RunFolder
 from medfed.training.local import resolve_device
 from medfed.training.predictions import PredictionFiles
+from medfed.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from medfed.console import Screen

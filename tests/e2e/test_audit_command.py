@@ -183,8 +183,9 @@ def test_pictures_are_those_of_the_client_in_its_own_quality(run, monkeypatch):
     for client in (ODD, "north"):
         remember(run, client)
         look(run, client)
-    from medfed.config import read_yaml, validate
+    from medfed.config import validate
     from medfed.experiment import prepare
+    from medfed.yaml_file import read_yaml
 
     prepared = prepare(validate(read_yaml(run / "experiment.yaml"), "x"))
     for k, client in enumerate((ODD, "north")):

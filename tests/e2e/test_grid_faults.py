@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import medfed.grid
 from medfed.cli import app
-from medfed.config import read_yaml
 from medfed.errors import ConfigError, MedfedError
 from medfed.grid import Bench, check_cells, standing
 from medfed.grid_file import load_grid
 from medfed.report.grid import write_grid_report
 from medfed.report.grid_cells import load_cells
+from medfed.yaml_file import read_yaml
 
 RATE = "condition.label_noise.rate"
 NOISE = {"kind": "symmetric", "rate": 0.2, "clean": 2}

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from medfed.config import CohortSection, explain, read_yaml
+from medfed.config import CohortSection, explain
 from medfed.data.cohort import Cohort, Task
 from medfed.engines.nvflare.held_out import SiteData, Tells, keep_apart, parted
 from medfed.errors import ConfigError, DataError
+from medfed.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from medfed.engines.nvflare.plan import SitePlan
