@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -263,6 +264,16 @@ def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, fi
     path = Path(path)
     assert json.loads((path / "run.json").read_text())["status"] == "interrupted"
     assert load_state(path / "checkpoint").round >= 1
+
+
+def test_interrupt_ends_with_130_wherever_it_strikes(tmp_path):
+    """CPython lets ``python -m`` die by SIGINT instead if it struck where a string was executed, as dataclasses do."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import medfed.cli\ndef app(**options):\n    exec('raise KeyboardInterrupt')\nmedfed.cli.app = app\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "medfed"], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "medfed: stopped.\n")
 
 
 def test_completed_run_goes_on_to_more_rounds_as_if_planned(finished, start, tmp_path):
