@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medfed.report.metrics import metric
-from medfed.report.plots import marked_style, save, styled
+from medfed.report.plots import legend_outside, marked_style, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,11 +56,7 @@ def against_figure(result: Against, parts: Sequence[tuple[str, str]] | None = No
             several = len({c for _, c in parts}) > 1 or column != "clean"
             axes.set_ylabel(metric(name).axis + (f"\n{column} test set" if several else ""))
     names = [m for m in result.methods if m in handles]
-    longest = max(map(len, names), default=0)
-    abreast = max(1, int(width * 11 / (longest + 8)))
-    figure.legend(
-        [handles[m] for m in names], names, loc="outside upper left", ncols=min(len(names), abreast), handlelength=3
-    )
+    legend_outside(figure, [handles[m] for m in names], names)
     return figure
 
 

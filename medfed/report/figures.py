@@ -19,6 +19,7 @@ from medfed.report.plots import (
     MUTED,
     THIRD,
     UNKNOWN,
+    fitted,
     legend_above,
     line,
     panel,
@@ -158,7 +159,7 @@ def participation(run: Run, corrupted: frozenset[str] | None) -> Figure | None:
             colour, height = STATES[state]
             axes.broken_barh(bars, (y - height / 2, height), facecolor=colour, lw=0, label=label)
     step = max(1, math.ceil(len(clients) / 45))
-    axes.set_yticks(range(0, len(clients), step), clients[::step])
+    axes.set_yticks(range(0, len(clients), step), [fitted(c) for c in clients[::step]])
     for tick, client in zip(axes.get_yticklabels(), clients[::step]):
         tick.set_color(CORRUPTED if corrupted and client in corrupted else INK)
         tick.set_fontsize(8)

@@ -128,6 +128,23 @@ def legend_above(axes: Axes, columns: int = 4) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.6)
 
 
+def fitted(name: str, most: int = 32) -> str:
+    """A name short enough for a figure: a longer one loses its middle, since mostly its end tells it apart."""
+    if len(name) <= most:
+        return name
+    return f"{name[: (most - 1) // 2]}…{name[len(name) - most // 2 :]}"
+
+
+def legend_outside(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """A legend above all panels, of as many columns as the width of the figure has room for."""
+    if not names:
+        return
+    room = int(figure.get_figwidth() * 11)  # letters in a row; a handle takes eight
+    names = [fitted(n, room - 8) for n in names]
+    columns = min(len(names), max(1, room // (max(map(len, names)) + 8)))
+    figure.legend(handles, names, loc="outside upper left", ncols=columns, handlelength=3)
+
+
 def hover(text: str) -> str:
     """The id of an artist that makes :func:`svg` show a text where a pointer rests on it."""
     return _TIP + text
@@ -213,9 +230,7 @@ def comparison_figure(comparison: Comparison, names: Sequence[str] | None = None
             round_axis(axes, everything)
             axes.tick_params(labelbottom=True)
         row[0].set_ylabel(metric(name).axis)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(labels), 4), handlelength=3)
+    legend_outside(figure, *grid[0][0].get_legend_handles_labels())
     return figure
 
 
@@ -248,7 +263,7 @@ def difference_figure(comparison: Comparison, name: str) -> Figure | None:
         axes.plot([shown(d) for d in cell.differences.values()], [y] * len(cell.differences), "o", color=colour, ms=5)
         axes.plot([shown(cell.difference or 0.0)], [y], "|", color=INK, ms=15, mew=2)
     axes.axvline(0, color=MUTED, lw=1)
-    axes.set_yticks(range(len(rows)), [f"{m}: {'worst client' if c == 'worst' else c}" for m, c in rows])
+    axes.set_yticks(range(len(rows)), [f"{fitted(m, 48)}: {'worst client' if c == 'worst' else c}" for m, c in rows])
     axes.tick_params(axis="y", colors=INK, length=0)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     unit = "percentage points" if metric(name).percent else "recorded unit"

@@ -21,6 +21,7 @@ from medfed.report.plots import (
     MUTED,
     PALETTE,
     UNKNOWN,
+    fitted,
     hover,
     legend_above,
     line,
@@ -104,7 +105,9 @@ def descriptor_space(found: Identification) -> Figure | None:
             values = found.clients[client].values
             _mark(axes, found, client, values[x], values[y])
             if client in wrong and len(wrong) <= MOST_NAMES:
-                axes.annotate(_cut(client), (values[x], values[y]), (6, 5), textcoords="offset points", fontsize=8)
+                axes.annotate(
+                    fitted(client, 18), (values[x], values[y]), (6, 5), textcoords="offset points", fontsize=8
+                )
         axes.set_xlabel(DESCRIPTORS[x])
         axes.set_ylabel(DESCRIPTORS[y])
         axes.margins(0.09)
@@ -133,10 +136,6 @@ def _legend(figure: Figure, found: Identification) -> None:
         if any(map(found.wrong, found.clients)):
             handles.append(entry("wrong", "o", INK, ms=11, mfc="none"))
     figure.legend(handles=handles, loc="outside upper left", ncols=6, handletextpad=0.1, columnspacing=1.2)
-
-
-def _cut(name: str, most: int = 18) -> str:
-    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 @styled

@@ -189,6 +189,37 @@ def test_difference_figure(make):
     assert plots.difference_figure(compare(runs[:2]), "balanced_accuracy") is None
 
 
+def test_long_names_leave_room_for_the_figure(make):
+    """Names of 150 letters once took the whole width: Matplotlib gave up the layout, and axes had no width left."""
+    clients = [f"{'department of radiology ' * 6}{i:03d}" for i in range(4)]
+    methods = [f"fedism {'with another radius ' * 7}{i}" for i in range(3)]
+    rounds = [record(r, asked=clients, admitted=clients) for r in (1, 2)]
+    runs = [make(f"{m[-1]}-{s}", rounds, method=m, seed=s) for m in methods for s in (0, 1)]
+    found = compare([load_run(r) for r in runs])
+    drawn = [
+        plots.comparison_figure(found),
+        plots.difference_figure(found, "balanced_accuracy"),
+        figures.participation(load_run(runs[0]), None),
+    ]
+    for figure in drawn:
+        figure.draw_without_rendering()
+        width, height = figure.get_size_inches() * figure.dpi
+        for axes in figure.axes:
+            box = axes.get_window_extent()
+            assert box.width > 0.3 * width
+            assert box.height > 0.3 * height
+        assert all(text.get_window_extent().x1 <= width + 1 for k in figure.legends for text in k.get_texts())
+    shown = [t.get_text() for t in drawn[2].axes[0].get_yticklabels()]
+    assert {c[-3:] for c in clients} <= {t[-3:] for t in shown}
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "expected"), [("abcdef", 6, "abcdef"), ("abcdefg", 6, "ab…efg"), ("abcdefgh", 5, "ab…gh")]
+)
+def test_a_fitted_name_keeps_both_ends(name, most, expected):
+    assert plots.fitted(name, most) == expected
+
+
 def test_matplotlib_is_not_imported_for_a_table():
     code = (
         "import sys, medfed.report.compare, medfed.report.summary, medfed.report.plots, medfed.report.html;"
