@@ -37,6 +37,8 @@ class Screen:
         self._explained = False
 
     def __enter__(self) -> Screen:
+        import medfed.report.summary  # noqa: F401  # now rather than in the first round, where an interrupt may strike
+
         self._bar.start()
         return self
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# No example is too slow on a busy machine, and a release is not stopped by an input that nobody has seen before.
+hypothesis.settings.register_profile("medfed", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("medfed")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

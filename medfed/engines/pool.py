@@ -68,7 +68,7 @@ class PoolEngine:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_work,
-                args=(theirs, make_host, threads, str(self._folder), w, self._slots),
+                args=(theirs, make_host, threads, str(self._folder), w, self._slots, os.getpid()),
                 daemon=True,
             )
             process.start()
@@ -115,6 +115,11 @@ class PoolEngine:
                 yield name, answer
                 if slot >= 0:
                     held[worker] -= 1
+        except KeyboardInterrupt:
+            # It may have struck between sending and counting: nobody knows what is still to come. The run ends anyway.
+            for waiting in given:
+                waiting.clear()
+            raise
         finally:
             # Who stops listening half-way must not find these answers in the next request.
             while any(given):
@@ -197,10 +202,11 @@ class PoolEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _work(pipe: Connection, make_host: HostFactory, threads: int, folder: str, worker: int, slots: int) -> None:
+def _work(
+    pipe: Connection, make_host: HostFactory, threads: int, folder: str, worker: int, slots: int, parent: int
+) -> None:
     """A worker's life: receive a request, serve the clients named to it, leave replies in slots in turn."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and the server ends its workers
-    parent = os.getppid()
     torch.set_num_threads(threads)
     host = make_host()
     down = SharedBuffer(Path(folder) / "down")

@@ -46,7 +46,7 @@ def test_projection_by_hand(point, nearest):
     assert list(found.values()) == pytest.approx(nearest)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))
 def test_projection_is_the_best_over_all_supports(point):
     """Brute force: for every set of positive entries the minimiser is a common shift; the best that fits wins."""

@@ -103,7 +103,7 @@ def test_changed_bytes(tmp_path, kind):
         ]
     ),
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_bytes(tmp_path, body, start):
     (tmp_path / "a").write_bytes(start + body)
     attempt(tmp_path / "a")

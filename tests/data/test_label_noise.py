@@ -68,7 +68,7 @@ def test_the_floor_is_that_of_the_number_as_written():
             assert changes(count, percent / 100) == math.floor(Fraction(percent, 100) * count)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     labels=st.lists(st.integers(0, 3), max_size=60),
     percent=st.integers(0, 100),

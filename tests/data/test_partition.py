@@ -33,7 +33,7 @@ def cohorts(draw):
     return labels, patients
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     cohorts(),
     st.integers(1, 6),

@@ -49,7 +49,7 @@ def test_patients_stay_together_and_classes_are_near_their_share():
     assert share.to_numpy() == pytest.approx([0.25] * 3, abs=0.02)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=5, max_size=30),
     fraction=st.sampled_from([0.2, 0.3, 0.5, 0.75]),

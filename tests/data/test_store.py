@@ -320,7 +320,7 @@ def test_a_file_that_kills_its_decoder_is_named(tmp_path, loader, pipeline):
 
 
 CHILD = """
-import sys
+import sys, time
 sys.path.insert(0, {here!r})
 from contextlib import closing
 from pathlib import Path
@@ -331,7 +331,10 @@ folder = Path({folder!r})
 pipeline = t.Pipeline(t.Loader(folder / "calls.log"), t.prepare, "grey-4x5", t.SHAPE)
 names = [f"slow{{i:02d}}" for i in range(60)]
 data = t.cohort([(n, folder / "d" / (n + ".npy"), 0) for n in names])
-t.ImageStore.open(folder, pipeline).ensure(data, workers=1, progress=lambda i, n: print(i, flush=True))
+def progress(i, n):
+    print(i, flush=True)
+    time.sleep(60 if i == 11 else 0)  # until it is killed
+t.ImageStore.open(folder, pipeline).ensure(data, workers=1, progress=progress)
 """
 
 

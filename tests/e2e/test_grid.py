@@ -393,8 +393,8 @@ def test_a_cell_waits_for_a_process_that_is_about_to_let_go_of_it(tmp_path):
     lock = FileLock(tmp_path / ".lock", thread_local=False)  # another thread lets go of it
     lock.acquire()
     timer = threading.Timer(0.3, lock.release)
-    timer.start()
     began = time.monotonic()
+    timer.start()
     wait_until_free(tmp_path)
     assert time.monotonic() - began >= 0.2
     timer.join()

@@ -252,11 +252,15 @@ def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, fi
         # As in a terminal: what is started in the background has its interrupts ignored.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    wait_for(
-        lambda: any(os.path.exists(os.path.join(r, "checkpoint", "state.safetensors")) for r in runs_in(data)), process
-    )
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    try:
+        wait_for(
+            lambda: any(os.path.exists(os.path.join(r, "checkpoint", "state.safetensors")) for r in runs_in(data)),
+            process,
+        )
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, out
     assert "medfed resume" in out
     assert "Traceback" not in out

@@ -99,6 +99,35 @@ def test_listener_that_leaves_half_way_does_not_disturb_the_next_request(pool):
     assert float(answers["c6"].group("model")["w"]) == 8.0
 
 
+@pytest.mark.parametrize("where", ["encode", "decode"])
+def test_an_interrupt_ends_a_request_wherever_it_strikes(pool, monkeypatch, where):
+    """Struck between the sending of a client and its counting, it made the engine wait for an answer for ever."""
+    from medfed.engines import pool as module
+    from medfed.federation.client import Request
+    from medfed.federation.server import Patience
+
+    engine = pool(2)
+    right = getattr(module, where)
+
+    def strike(*args, **fields):
+        if where == "encode" and args[0] != "client":
+            return right(*args, **fields)
+        monkeypatch.setattr(module, where, right)
+        monkeypatch.setattr(module, "wait", lambda pipes: pytest.fail("waits for what may never come"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, where, strike)
+    stream = engine.exchange(
+        Request("train", 1, 1, 0, Message.of({}, model={"w": torch.zeros(1)})), sorted(SIZES), Patience()
+    )
+    threads = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert torch.get_num_threads() == threads
+    engine.close()
+    assert not engine._folder.exists()
+
+
 def test_shared_folder_is_removed(tmp_path):
     engine = PoolEngine(tuple(SIZES), functools.partial(make_host, SIZES), workers=1)
     folder = engine._folder
@@ -135,6 +164,26 @@ sys.stdin.read()
         time.sleep(0.2)
     assert not Path(folder).exists()
     assert not any(map(runs, workers))
+
+
+def test_a_worker_whose_server_died_before_it_began_ends_too(tmp_path):
+    """Its parent is another process by then; it once took that one for the server, and stayed for ever."""
+    import multiprocessing
+
+    from medfed.engines import pool as module
+
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    context = multiprocessing.get_context("fork")
+    _, theirs = context.Pipe()
+    host = functools.partial(make_host, SIZES)
+    worker = context.Process(target=module._work, args=(theirs, host, 1, str(folder), 0, 2, gone.pid), daemon=True)
+    worker.start()
+    worker.join(30)
+    assert worker.exitcode == 1
+    assert not folder.exists()
 
 
 def test_buffer_grows_and_keeps_types(tmp_path):

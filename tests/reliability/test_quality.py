@@ -40,7 +40,7 @@ def test_identification_by_hand():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["clean", "noisy", "undetermined"]), st.booleans()), min_size=1, max_size=30))
 def test_identification_is_that_of_scikit_learn(clients):
     status = {f"c{i}": s for i, (s, _) in enumerate(clients)}
@@ -99,7 +99,7 @@ def test_relabelling_by_hand():
 LABELS = st.integers(0, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(LABELS, LABELS, LABELS), min_size=1, max_size=40), st.integers(0, 40))
 def test_the_identities_of_the_paper_and_pooling(rows, cut):
     true, observed, current = np.array(rows).T

@@ -81,7 +81,7 @@ def test_agreement_of_nothing():
     assert agreement(torch.zeros(0, 3), torch.zeros(0, 3)).dtype == torch.int64
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6))
 def test_agreement_is_the_rule_of_the_paper(seed):
     rng = np.random.default_rng(seed)
@@ -101,7 +101,7 @@ def test_agreement_is_the_rule_of_the_paper(seed):
     assert not missing[found[found >= 0]].any()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6))
 def test_length_and_sign_of_features_change_no_decision(seed):
     rng = np.random.default_rng(seed)

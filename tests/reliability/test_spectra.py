@@ -117,7 +117,7 @@ def test_non_negative_features_have_a_non_negative_direction():
     assert (right_singular(rows, 1)[1] > 0).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), times=st.integers(2, 4), n=st.integers(2, 12), d=st.integers(2, 12))
 def test_repeating_and_reordering_rows_changes_no_direction(seed, times, n, d):
     g = torch_generator("rows", seed)

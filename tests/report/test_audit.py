@@ -196,7 +196,7 @@ def cases(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 10**6))
 def test_the_order_of_samples_does_not_matter_and_nothing_is_lost(case, seed):
     observed, evidence = case
@@ -227,7 +227,7 @@ def test_the_order_of_samples_does_not_matter_and_nothing_is_lost(case, seed):
     assert order == sorted(order)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 11), st.floats(0.01, 10))
 def test_a_stronger_leave_one_out_contradiction_never_costs_a_place(case, index, more):
     observed, evidence = case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from medfed.tracking.flatten import flatten_record, slug
@@ -86,7 +86,6 @@ def test_names_that_would_collide_stay_apart():
     assert len(slugs) == len(names) + 2
 
 
-@settings(deadline=None)
 @given(st.text(min_size=1, max_size=400))
 def test_every_name_is_taken_by_mlflow(name):
     from mlflow.utils.validation import _validate_metric_name

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from filelock import FileLock
 from typer.testing import CliRunner
@@ -34,6 +36,10 @@ def running(kit):
     """A process that looks like NVFlare's of this kit, and one of another kit."""
     code = [sys.executable, "-c", "import time; time.sleep(60)", participant.MODULES["site"], "-m"]
     made = [subprocess.Popen([*code, str(folder)]) for folder in (kit.parent / "south", kit)]
+    # Popen returns a moment before the kernel shows the command line.
+    until = time.monotonic() + 30
+    while not all(psutil.Process(p.pid).cmdline() for p in made) and time.monotonic() < until:
+        time.sleep(0.01)
     yield made[1]
     for process in made:
         process.kill()

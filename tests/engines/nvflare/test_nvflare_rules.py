@@ -105,14 +105,14 @@ def test_a_quorum_that_is_missed_refuses_all_and_keeps_the_model(tmp_path):
 
 
 def test_who_is_later_than_the_grace_is_refused_and_what_it_sends_is_written_down_and_ignored(tmp_path):
-    with flare(SIZES, tmp_path, delays={"c2": 0.6}) as f:
-        server = f.server(SIZES, patience=Patience(quorum=2, grace=0.2))
+    with flare(SIZES, tmp_path, delays={"c2": 4}) as f:
+        server = f.server(SIZES, patience=Patience(quorum=2, grace=0.5))
         started = time.monotonic()
         replies = round_of(server, ask())
-        assert time.monotonic() - started < 0.55
+        assert time.monotonic() - started < 3.5
         assert replies.clients == ("c0", "c1")
-        assert reasons(replies) == {"c2": "did not answer within 0.2 s after the quorum of 2"}
-        deadline = time.monotonic() + 3
+        assert reasons(replies) == {"c2": "did not answer within 0.5 s after the quorum of 2"}
+        deadline = time.monotonic() + 30
         while not any(e["late"] for e in read_ledger(f.server_ledger)) and time.monotonic() < deadline:
             time.sleep(0.02)
     late = [e for e in read_ledger(f.server_ledger) if e["late"]]
@@ -127,8 +127,8 @@ def test_who_comes_within_the_grace_is_in(tmp_path):
 
 def test_the_timeout_ends_the_wait_for_one_who_never_answers(tmp_path):
     with flare(SIZES, tmp_path, tampers={"c1": lambda _: None}) as f:
-        replies = round_of(f.server(SIZES, patience=Patience(timeout=0.4)), ask())
-    assert reasons(replies) == {"c1": "did not answer within 0.4 s"}
+        replies = round_of(f.server(SIZES, patience=Patience(timeout=3)), ask())
+    assert reasons(replies) == {"c1": "did not answer within 3 s"}
     assert replies.clients == ("c0", "c2")
 
 

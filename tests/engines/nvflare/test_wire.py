@@ -56,7 +56,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.dictionaries(st.text(max_size=8), plain, max_size=4))
 def test_plain_values_come_back(values):
     _, message = unpack(pack(Message({}, values)))
