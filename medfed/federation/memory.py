@@ -1,7 +1,8 @@
 """What belongs to a client and stays with it: corrected labels, label logits, a previous model.
 
 Memory is versioned by the request that wrote it. A server that restarts from its checkpoint repeats some requests;
-the client then goes back to what it knew before the repeated request, so that a resumed run is the same run.
+the client then goes back to what it knew before the repeated request, so that a resumed run is the same run.  The
+newest checkpoint may turn out damaged: what belongs to the one before it is kept too.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,20 @@ def client_folder(name: str) -> str:
     return f"{readable}~{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
+class Version(NamedTuple):
+    """One version of a client's memory on disk.
+
+    Args:
+        step: the request that wrote it.
+        confirmed: the last request of the checkpoint that the server had by then.
+        path: its file.
+    """
+
+    step: int
+    confirmed: int
+    path: Path
+
+
 class ClientMemory(MutableMapping[str, Any]):
     """A mapping of names to tensors or plain values, saved at the client's side.
 
@@ -49,29 +64,30 @@ class ClientMemory(MutableMapping[str, Any]):
         self._items: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
         self._changed = False
-        self._loaded: int | None = None
+        self._loaded: Version | None = None
+        self._confirmed = 0
 
     def open(self, step: int, confirmed: int) -> None:
         """Goes to the newest version written before request ``step``.
 
         Args:
             step: number of the request about to be served.
-            confirmed: the last request that the server's checkpoint has seen. The newest version up to it and the
-                newest of all are kept, the others removed.
+            confirmed: the last request that the server's checkpoint has seen. The newest version up to it, the newest
+                up to the checkpoint before that and the newest of all are kept, the others removed.
         """
+        self._confirmed = confirmed
         if self._folder is None:
             self._items, self._changed = dict(self._saved), False
             return
-        versions = self._versions()
-        for late in [v for v in versions if v >= step]:
-            self._path(late).unlink(missing_ok=True)
-        before = [v for v in versions if v < step]
-        settled = [v for v in before if v <= confirmed]
-        for old in (*settled[:-1], *before[len(settled) : -1]):
-            self._path(old).unlink(missing_ok=True)
+        versions = _versions(self._folder)
+        before = [v for v in versions if v.step < step]
+        kept = {*before[-1:], *resumable(before, confirmed)}
+        for version in versions:
+            if version not in kept:
+                version.path.unlink(missing_ok=True)
         newest = before[-1] if before else None
         if newest != self._loaded or self._changed:
-            self._items = self._read(newest) if newest is not None else {}
+            self._items = self._read(newest.path) if newest is not None else {}
             self._loaded = newest
         self._changed = False
 
@@ -82,19 +98,13 @@ class ClientMemory(MutableMapping[str, Any]):
         if self._folder is not None:
             tensors = {k: v for k, v in self._items.items() if isinstance(v, torch.Tensor)}
             plain = {k: v for k, v in self._items.items() if k not in tensors}
-            write_tensors(self._path(step), tensors, plain)
-            self._loaded = step
+            path = self._folder / f"memory-{step:08d}-{self._confirmed:08d}.safetensors"
+            self._loaded = Version(step, self._confirmed, write_tensors(path, tensors, plain))
         self._saved, self._changed = dict(self._items), False
 
-    def _versions(self) -> list[int]:
-        return [] if self._folder is None else _versions(self._folder)
-
-    def _path(self, step: int) -> Path:
-        assert self._folder is not None
-        return _file(self._folder, step)
-
-    def _read(self, step: int) -> dict[str, Any]:
-        tensors, plain = read_tensors(self._path(step))
+    @staticmethod
+    def _read(path: Path) -> dict[str, Any]:
+        tensors, plain = read_tensors(path)
         return {**plain, **tensors}
 
     def __getitem__(self, name: str) -> Any:
@@ -121,6 +131,20 @@ class ClientMemory(MutableMapping[str, Any]):
         return len(self._items)
 
 
+def resumable(versions: Sequence[Version], confirmed: int) -> list[Version]:
+    """The versions that a server needs which restarts from its newest checkpoint, or from the one before it.
+
+    A version that the newest checkpoint has seen and the one before it has not was written when that one was the
+    newest, and so bears its number.
+
+    Args:
+        versions: versions in the order in which they were written.
+        confirmed: the last request that the newest checkpoint has seen.
+    """
+    newest = [v for v in versions if v.step <= confirmed][-1:]
+    return newest + [v for v in versions if newest and v.step <= newest[0].confirmed][-1:]
+
+
 def newest_version(folder: Path, step: int | None = None) -> tuple[int, int] | None:
     """Which version of a client's memory is the newest, without reading it.
 
@@ -132,8 +156,8 @@ def newest_version(folder: Path, step: int | None = None) -> tuple[int, int] | N
         The request that wrote it and the time it was written (ns), which together name its content; None where there
         is none.
     """
-    written = [v for v in _versions(folder) if step is None or v <= step]
-    return (written[-1], _file(folder, written[-1]).stat().st_mtime_ns) if written else None
+    version = _newest(folder, step)
+    return (version.step, version.path.stat().st_mtime_ns) if version else None
 
 
 def newest_memory(folder: Path, step: int | None = None, names: Collection[str] | None = None) -> dict[str, Any]:
@@ -148,16 +172,23 @@ def newest_memory(folder: Path, step: int | None = None, names: Collection[str] 
     Returns:
         Tensors and plain values by name; empty where there is none.
     """
-    version = newest_version(folder, step)
+    version = _newest(folder, step)
     if version is None:
         return {}
-    tensors, plain = read_tensors(_file(folder, version[0]), names)
+    tensors, plain = read_tensors(version.path, names)
     return {k: v for k, v in {**plain, **tensors}.items() if names is None or k in names}
 
 
-def _versions(folder: Path) -> list[int]:
-    return sorted(int(p.stem.split("-")[1]) for p in folder.glob("memory-*.safetensors"))
+def _newest(folder: Path, step: int | None) -> Version | None:
+    written = [v for v in _versions(folder) if step is None or v.step <= step]
+    return written[-1] if written else None
 
 
-def _file(folder: Path, step: int) -> Path:
-    return folder / f"memory-{step:08d}.safetensors"
+def _versions(folder: Path) -> list[Version]:
+    return sorted(map(_version, folder.glob("memory-*.safetensors")))
+
+
+def _version(path: Path) -> Version:
+    """A version by the name of its file; older files do not say what was confirmed."""
+    step, *confirmed = (int(part) for part in path.stem.split("-")[1:])
+    return Version(step, confirmed[0] if confirmed else step, path)

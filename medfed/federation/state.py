@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from safetensors.torch import save_file
 
 from medfed.errors import FederationError
 from medfed.federation.messages import Message, State, check_plain
+
+logger = logging.getLogger("medfed.federation")
 
 
 @dataclass
@@ -41,7 +44,7 @@ class ServerState:
 
 
 def save_state(state: ServerState, folder: Path) -> Path:
-    """Writes a checkpoint atomically; the one before it is kept as ``previous.safetensors``.
+    """Writes a checkpoint atomically; the one before it is kept as ``previous.safetensors`` unless it is damaged.
 
     Raises:
         FederationError: the disk is full or cannot be written; the last checkpoint is intact.
@@ -57,20 +60,27 @@ def save_state(state: ServerState, folder: Path) -> Path:
 
 
 def load_state(folder: Path) -> ServerState | None:
-    """Reads the newest readable checkpoint, or returns None where there is none.
+    """Reads the newest checkpoint that is whole, or returns None where there is none; a fall-back is logged.
 
     Raises:
-        FederationError: checkpoints are there, but none can be read.
+        FederationError: checkpoints are there, but none is whole, or the disk does not give one now.
     """
     faults = []
     for path in (folder / "state.safetensors", folder / "previous.safetensors"):
-        if not path.exists():
-            continue
         try:
             tensors, header = read_tensors(path)
-        except (SafetensorError, ValueError, OSError) as error:
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # may pass: an older checkpoint would undo a round that is whole
+            raise FederationError(
+                f"cannot be read ({error}).", where=str(path), fix="See to the disk, then `medfed resume` the run."
+            ) from None
+        except (SafetensorError, ValueError) as error:
             faults.append(f"{path.name} ({error})")
             continue
+        if path.name != "state.safetensors":
+            why = f"is damaged: {faults[0]}" if faults else "is missing"
+            logger.warning("The newest checkpoint %s; the one before it is taken, of round %d", why, header["round"])
         notes = {}
         for name, values in header["notes"].items():
             prefix = f"note/{name}/"
@@ -91,7 +101,7 @@ def write_tensors(path: Path, tensors: State, header: dict[str, Any], keep: Path
         path: the file.
         tensors: tensors by name, on any device; views are allowed.
         header: plain values.
-        keep: where the file that stood there before goes.
+        keep: where the file that stood there before goes; a damaged one does not take the place of a whole one.
 
     Raises:
         FederationError: the disk is full or cannot be written.
@@ -103,7 +113,7 @@ def write_tensors(path: Path, tensors: State, header: dict[str, Any], keep: Path
         save_file(unshared(packed), new, metadata={"medfed": json.dumps(header, allow_nan=False)})
         with open(new, "rb+") as handle:
             os.fsync(handle.fileno())
-        if keep is not None and path.exists():
+        if keep is not None and path.exists() and _whole(path):
             os.replace(path, keep)
         os.replace(new, path)
         sync_folder(path.parent)
@@ -126,6 +136,15 @@ def read_tensors(path: Path, names: Collection[str] | None = None) -> tuple[Stat
             raise ValueError("not written by medfed")
         wanted = [k for k in file.keys() if names is None or k in names]  # noqa: SIM118
         return {k: file.get_tensor(k) for k in wanted}, json.loads(metadata["medfed"])
+
+
+def _whole(path: Path) -> bool:
+    """Whether :func:`read_tensors` can read a file, by its header and its size."""
+    try:
+        read_tensors(path, names=())
+    except (SafetensorError, ValueError):
+        return False
+    return True
 
 
 def sync_folder(folder: Path) -> None:

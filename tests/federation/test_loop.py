@@ -40,7 +40,7 @@ def identify(server) -> Message:
 METHOD = Method("staged", "", "", staged, TASKS)
 
 
-def run(folder, *, kill_at=None, rounds=4):
+def run(folder, *, kill_at=None, rounds=4, method=METHOD):
     log = []
     state = load_state(folder / "checkpoint")
     options = {"state": state} if state else {}
@@ -62,7 +62,7 @@ def run(folder, *, kill_at=None, rounds=4):
 
     server = make_server(SIZES, folder / "clients", rounds=rounds, save=save, **options)
     try:
-        run_rounds(METHOD, MethodSettings(), server, evaluate=evaluate, append=append)
+        run_rounds(method, MethodSettings(), server, evaluate=evaluate, append=append)
     except Killed:
         return None, log
     return server.model, log
@@ -85,6 +85,34 @@ def test_killed_anywhere_and_resumed_gives_the_same_run(tmp_path, kill_at):
     assert same_state(resumed, whole)
     kept = [r for r in first if r["round"] <= done]
     assert [without_times(r) for r in kept + second] == [without_times(r) for r in log]
+
+
+def counting(server, settings):
+    """The model follows what clients remember; two requests a round, the first of all before the first round."""
+    server.once("first", lambda: server.ask("remember", Message.of({}, model=server.model)) and Message())
+    for _ in server.rounds():
+        for _ in range(2):
+            replies = server.ask("remember", Message.of({}, model=server.model))
+        asked = replies.value("asked")
+        server.model = {k: t + sum(asked.values()) for k, t in server.model.items()}
+        yield server.report(replies)
+
+
+COUNTING = Method("counting", "", "", counting, TASKS)
+
+
+@pytest.mark.parametrize("kill_at", [("evaluate", 3), ("append", 3), ("evaluate", 4)])
+def test_resumed_from_the_checkpoint_before_a_damaged_one_gives_the_same_run(tmp_path, kill_at):
+    whole, log = run(tmp_path / "whole", method=COUNTING)
+    killed = tmp_path / "killed"
+    for _ in range(2):  # the second time a restart gets as far again
+        assert run(killed, kill_at=kill_at, method=COUNTING)[0] is None
+    (killed / "checkpoint" / "state.safetensors").write_bytes(b"damaged")
+    done = load_state(killed / "checkpoint").round
+    assert done == kill_at[1] - 2
+    resumed, second = run(killed, method=COUNTING)
+    assert same_state(resumed, whole)
+    assert [without_times(r) for r in second] == [without_times(r) for r in log[done:]]
 
 
 def test_run_that_is_complete_does_nothing_more(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from toy import make_server
 
-from medfed.federation.memory import ClientMemory, client_folder
+from medfed.federation.memory import ClientMemory, client_folder, newest_memory
 from medfed.federation.messages import Message
 from medfed.federation.state import load_state, save_state
 
@@ -69,10 +69,10 @@ def test_many_requests_between_two_checkpoints_keep_few_versions_and_the_way_bac
         memory.open(step, confirmed=min(step - 1, 4))
         memory["n"] = step
         memory.save(step)
-        assert len(list(tmp_path.iterdir())) <= 3
-    for step in (29, 4):
+        assert len(list(tmp_path.iterdir())) <= 4
+    for step in (29, 4, 3):
         again = ClientMemory(tmp_path)
-        again.open(step + 1, confirmed=4)
+        again.open(step + 1, confirmed=min(step, 4))
         assert again["n"] == step
 
 
@@ -114,6 +114,35 @@ def test_server_restart_repeats_requests_with_the_same_answers(tmp_path, killed_
     state = load_state(tmp_path / "sb")
     resumed = rounds(make_server(sizes, tmp_path / "b", state=state, save=lambda s: save_state(s, tmp_path / "sb")))
     assert resumed == whole[3:]
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["one process", "a process a request"])
+def test_versions_of_both_checkpoints_are_kept_however_many_requests_lie_between_them(tmp_path, fresh):
+    checkpoints, memory, changed = [0], ClientMemory(tmp_path), {0: None}
+    for step in range(1, 30):
+        memory = ClientMemory(tmp_path) if fresh else memory
+        memory.open(step, confirmed=checkpoints[-1])
+        for checkpoint in (step - 1, *checkpoints[-2:]):
+            known = changed[max(s for s in changed if s <= checkpoint)]
+            assert newest_memory(tmp_path, checkpoint).get("n") == known
+        if step not in (7, 8, 9, 10, 17):
+            memory["n"] = changed[step] = step
+        memory.save(step)
+        assert len(list(tmp_path.iterdir())) <= 4
+        if step in (2, 3, 8, 10, 11, 17, 18, 24):
+            checkpoints.append(step)
+
+
+def test_versions_of_before_the_checkpoint_stood_in_their_names_are_read(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.open(1, 0)
+    memory["n"] = 1
+    memory.save(1)
+    (path,) = tmp_path.iterdir()
+    path.rename(tmp_path / "memory-00000001.safetensors")
+    again = ClientMemory(tmp_path)
+    again.open(3, 2)
+    assert dict(again) == newest_memory(tmp_path) == {"n": 1}
 
 
 NAMES = [
@@ -162,7 +191,7 @@ def test_request_that_changes_nothing_writes_nothing(tmp_path):
     memory["n"] = 2  # the task fails here
     memory.open(3, 1)
     memory.save(3)
-    assert [p.name for p in tmp_path.iterdir()] == ["memory-00000001.safetensors"]
+    assert [p.name for p in tmp_path.iterdir()] == ["memory-00000001-00000000.safetensors"]
 
 
 def test_versions_of_a_lost_future_are_gone_for_good(tmp_path):

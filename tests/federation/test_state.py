@@ -47,11 +47,46 @@ def test_views_of_one_buffer_are_saved_apart(tmp_path):
     assert torch.equal(model["c"], block.view(2, 3).t())
 
 
-def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path):
+def test_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path, caplog):
     save_state(example(1), tmp_path)
     path = save_state(example(2), tmp_path)
+    assert load_state(tmp_path).round == 2
+    assert caplog.text == ""
     path.write_bytes(path.read_bytes()[:40])
     assert load_state(tmp_path).round == 1
+    assert "state.safetensors" in caplog.text
+    assert "of round 1" in caplog.text
+
+
+def test_checkpoint_of_a_kill_between_its_two_renames_is_the_one_before(tmp_path, caplog):
+    path = save_state(example(1), tmp_path)
+    path.rename(tmp_path / "previous.safetensors")
+    assert load_state(tmp_path).round == 1
+    assert "is missing" in caplog.text
+
+
+def test_damaged_checkpoint_does_not_take_the_place_of_the_whole_one(tmp_path):
+    save_state(example(1), tmp_path)
+    save_state(example(2), tmp_path).write_bytes(b"damaged")
+    save_state(example(2), tmp_path).write_bytes(b"damaged again")
+    assert load_state(tmp_path).round == 1
+
+
+def test_disk_that_does_not_give_the_newest_checkpoint_now_undoes_no_round(tmp_path, monkeypatch):
+    save_state(example(1), tmp_path)
+    save_state(example(2), tmp_path)
+    genuine = module.safe_open
+
+    def failing(path, **options):
+        if path.name == "state.safetensors":
+            raise OSError(errno.EIO, "Input/output error")
+        return genuine(path, **options)
+
+    monkeypatch.setattr(module, "safe_open", failing)
+    with pytest.raises(FederationError, match=r"state\.safetensors: cannot be read .*Input/output error.*resume"):
+        load_state(tmp_path)
+    monkeypatch.undo()
+    assert load_state(tmp_path).round == 2
 
 
 def test_no_readable_checkpoint_is_said(tmp_path):
