@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from medfed.config import Experiment
-from medfed.errors import FederationError
+from medfed.errors import FederationError, MedfedError
 from medfed.experiment import Say
 from medfed.federation.loop import Listener, run_rounds
 from medfed.federation.messages import State
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from medfed.data.cohort import Task
     from medfed.federation.method import Method, MethodSettings
     from medfed.training.bundle import TrainingBundle
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Agreed(Protocol):
@@ -71,28 +73,29 @@ def conduct(
         listeners: told of every finished round.
         **header: further plain values for the file of the final model.
     """
-    from medfed.tracking.mlflow_sink import MLflowTracker
-
-    experiment, part = agreed.experiment, agreed.experiment.participation
-    log = RecordLog(folder.records)
-    check_records(log, state.round)
-    log.truncate_after(state.round)
-    server = Server(
-        engine,
-        state,
-        agreed.task,
-        rounds=experiment.rounds,
-        seed=experiment.seed,
-        fraction=part.fraction,
-        patience=Patience(part.quorum, part.timeout, part.grace),
-        dropout=part.dropout,
-        save=lambda s: save_state(s, folder.checkpoint),
-        public=public,
-    )
-    folder.write_meta(status="running", pid=os.getpid())
-    tracker = MLflowTracker(folder.path, experiment.tracking)
-    tracker.start()
+    tracker: Any = None
     try:
+        from medfed.tracking.mlflow_sink import MLflowTracker
+
+        experiment, part = agreed.experiment, agreed.experiment.participation
+        log = RecordLog(folder.records)
+        check_records(log, state.round)
+        log.truncate_after(state.round)
+        server = Server(
+            engine,
+            state,
+            agreed.task,
+            rounds=experiment.rounds,
+            seed=experiment.seed,
+            fraction=part.fraction,
+            patience=Patience(part.quorum, part.timeout, part.grace),
+            dropout=part.dropout,
+            save=lambda s: save_state(s, folder.checkpoint),
+            public=public,
+        )
+        tracker = MLflowTracker(folder.path, experiment.tracking)
+        folder.write_meta(status="running", pid=os.getpid())
+        tracker.start()
         with interrupts_remembered() as interrupted:
             run_rounds(
                 agreed.method,
@@ -102,18 +105,27 @@ def conduct(
                 append=log.append,
                 listeners=[lambda *_: tracker.push(), *listeners, lambda *_: interrupted()],
             )
+        if not agreed.method.personal:
+            save_model(folder, server.model, agreed, **header)
+        folder.write_meta(status="completed", finished=now())
     except BaseException as error:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
-        tracker.finish(status)
-        say(f"{status.capitalize()} after round {state.round}. Go on with: medfed resume {folder.path}")
+        if tracker is not None:  # otherwise the run stands as it stood
+            write_end(folder, tracker, error, state.round, say)
         raise
     finally:
         engine.close()
-    if not agreed.method.personal:
-        save_model(folder, server.model, agreed, **header)
-    folder.write_meta(status="completed", finished=now())
     finish(folder, tracker, say)
+
+
+def write_end(folder: RunFolder, tracker: Any, error: BaseException, round_: int, say: Say) -> None:
+    """Writes down that a run has ended before its time, as far as the disk takes it, and says how to go on."""
+    status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    try:
+        folder.write_meta(status=status, finished=now(), error=None if status == "interrupted" else str(error))
+    except (OSError, MedfedError) as fault:
+        say(f"That the run is {status} could not be written down ({fault}).")
+    tracker.finish(status)
+    say(f"{status.capitalize()} after round {round_}. Go on with: medfed resume {folder.path}")
 
 
 def check_records(log: RecordLog, done: int) -> None:
@@ -134,7 +146,7 @@ def check_records(log: RecordLog, done: int) -> None:
 
 @contextlib.contextmanager
 def interrupts_remembered() -> Iterator[Callable[[], None]]:
-    """Remembers Ctrl-C, which is lost where it strikes in a callback that swallows every exception.
+    """Remembers Ctrl-C (and a request to end), which is lost where a callback swallows every exception.
 
     Yields:
         A function that raises KeyboardInterrupt if one came since; call it where a round has ended.
@@ -150,15 +162,15 @@ def interrupts_remembered() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     # Handlers can be set in the main thread alone, and one that somebody else has set is left alone.
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, handle)
+    main = threading.current_thread() is threading.main_thread()
+    ours = [s for s in INTERRUPTS if main and signal.getsignal(s) is signal.default_int_handler]
+    for number in ours:
+        signal.signal(number, handle)
     try:
         yield check
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in ours:
+            signal.signal(number, signal.default_int_handler)
 
 
 def write_beginning(

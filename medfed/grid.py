@@ -250,17 +250,25 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def remembering(grid: Grid, tell: Tell) -> Tell:
-    """Tells on, and writes down which cells have failed and why, for reports."""
+    """Tells on, and writes down which cells have failed and why, for reports.
+
+    What a full disk does not take is written with a later event.
+    """
     path = grid.folder / FAILURES
     failed = read_failures(grid.folder)
+    written = dict(failed)
 
     def told(event: Event) -> None:
+        nonlocal written
         name = grid.cells[event.cell].folder.name
         if event.kind == "failed":
             failed[name] = event.reason
-            write_json(path, failed)
-        elif failed.pop(name, None) is not None:
-            write_json(path, failed)
+        else:
+            failed.pop(name, None)
+        if failed != written:
+            with suppress(OSError):
+                write_json(path, failed)
+                written = dict(failed)
         tell(event)
 
     return told
@@ -345,9 +353,13 @@ def attempt(bench: Bench, cell: Cell, index: int, others: Sequence[Path], tell: 
         tell(Event("failed", index, reason=str(error)))
     except Exception as error:
         log = cell.folder.parent / "errors" / f"{cell.folder.name}.log"
-        log.parent.mkdir(exist_ok=True)
-        log.write_text(traceback.format_exc(), encoding="utf-8")
-        tell(Event("failed", index, reason=f"{type(error).__name__}: {error} (see {log})"))
+        try:
+            log.parent.mkdir(exist_ok=True)
+            log.write_text(traceback.format_exc(), encoding="utf-8")
+            seen = f"see {log}"
+        except OSError as fault:
+            seen = f"{log} cannot be written: {fault.strerror or fault}"
+        tell(Event("failed", index, reason=f"{type(error).__name__}: {error} ({seen})"))
     else:
         tell(Event("done", index))
 

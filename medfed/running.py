@@ -287,19 +287,25 @@ def federate(
         say: told in one line what is going on.
         listeners: told of every finished round.
     """
-    state = state or ServerState(prepared.initial_model())
-    predictions = PredictionFiles(
-        folder.path / "predictions", keep_last=prepared.experiment.evaluation.keep_predictions
-    )
-    predictions.truncate_after(state.round)
-    judge = AnnotationJudge(prepared.condition, folder.clients)
+    try:
+        state = state or ServerState(prepared.initial_model())
+        predictions = PredictionFiles(
+            folder.path / "predictions", keep_last=prepared.experiment.evaluation.keep_predictions
+        )
+        predictions.truncate_after(state.round)
+        judge = AnnotationJudge(prepared.condition, folder.clients)
+        evaluate = evaluation(prepared, trainer, predictions, judge, folder.clients)
+        public = None if (images := prepared.public()) is None else Workbench(images, trainer)
+    except BaseException:
+        engine.close()
+        raise
     conduct(
         prepared,
         folder,
         engine,
         state,
-        evaluation(prepared, trainer, predictions, judge, folder.clients),
-        public=None if (public := prepared.public()) is None else Workbench(public, trainer),
+        evaluate,
+        public=public,
         say=say,
         listeners=listeners,
         condition_hash=prepared.condition.hash,
@@ -340,7 +346,11 @@ def make_engine(
         model_bytes=model_bytes,
         start="fork" if fork else "spawn",
     )
-    return engine, prepared.trainer(device, available_cores())
+    try:
+        return engine, prepared.trainer(device, available_cores())
+    except BaseException:
+        engine.close()
+        raise
 
 
 def may_fork(device: str, threads: int) -> bool:
