@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -118,11 +119,13 @@ class MLflowTracker:
         pusher = self._pusher
         pusher.deadline = math.inf
         try:
-            with self._lock(timeout=0), quiet():
+            with contextlib.ExitStack() as stack, quiet():
+                try:
+                    stack.enter_context(self._lock(timeout=0))
+                except Timeout:
+                    return  # somebody is syncing this very run: what is recorded by then goes with it
                 pusher.load()
                 cost = action()
-        except Timeout:
-            return  # somebody is syncing this very run: what is recorded by then goes with it
         except TooSlow:
             self._slow(self.clock() - started)
             return

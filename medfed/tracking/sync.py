@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -69,13 +70,16 @@ def sync(run_dir: Path, settings: TrackingSettings | None = None) -> SyncReport:
     chosen = settings or _settings_of(run_dir)
     pusher = Pusher(run_dir, _uri(run_dir, chosen), chosen.experiment)
     try:
-        with run_lock(run_dir, timeout=10), quiet():
+        with contextlib.ExitStack() as stack, quiet():
+            try:
+                stack.enter_context(run_lock(run_dir, timeout=10))
+            except Timeout:
+                what = "another process is copying this run."
+                raise MedfedError(what, where=run_dir.name, fix="Try again.") from None
             pusher.load()
             pusher.push()
             _settle(pusher)
             pusher.close()
-    except Timeout:
-        raise MedfedError("another process is copying this run.", where=run_dir.name, fix="Try again.") from None
     except (MedfedError, KeyboardInterrupt):
         raise
     except Exception as error:  # whatever MLflow raises

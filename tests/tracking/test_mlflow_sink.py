@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from medfed.errors import ConfigError, MedfedError
 from medfed.tracking.mlflow_sink import MLflowTracker
@@ -343,6 +344,51 @@ def test_dead_server_costs_next_to_nothing_and_is_caught_up_with(run_dir, caplog
     assert_complete(run_dir, 20)
     again = sync(run_dir)  # goes where it went before
     assert (again.rounds, again.metrics, again.runs, again.artifacts) == ((), 0, 0, ())
+
+
+def test_a_store_whose_tables_are_locked_is_a_failure_like_others(run_dir, monkeypatch, caplog):
+    """Its lock has nothing to do with the run's own, which says that somebody is copying this very run."""
+    track, calls = tracker(run_dir), []
+
+    class Held:
+        def __init__(self, path, timeout):
+            self.path, self.timeout = str(path), timeout
+
+        def __enter__(self):
+            calls.append(self.path)
+            track.clock.now += self.timeout
+            raise Timeout(self.path)
+
+        def __exit__(self, *_):
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medfed.tracking.store.FileLock", Held)
+        track.start()
+        for n in range(1, 20):
+            add(run_dir, n)
+            track.push()
+            track.clock.now += 10
+        assert len(calls) == 1  # a wait of 60 s is made good by a long rest
+        assert "MLflow cannot be used (Timeout)" in caplog.text
+        with pytest.raises(MedfedError, match="MLflow cannot be used: Timeout"):
+            sync(run_dir)
+    track.finish("finished")
+    assert_complete(run_dir, 19)
+
+
+def test_a_run_that_somebody_else_is_copying_is_left_to_them(run_dir, monkeypatch, caplog):
+    track = tracker(run_dir)
+    track.start()
+    add(run_dir, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLock, "acquire", lambda self, *_, **__: (_ for _ in ()).throw(Timeout(self.lock_file)))
+        track.push()
+        with pytest.raises(MedfedError, match="another process is copying this run"):
+            sync(run_dir)
+    assert (caplog.text, track._failures) == ("", 0)
+    track.finish("finished")
+    assert_complete(run_dir, 1)
 
 
 def test_waits_grow_and_end_when_the_store_is_back(run_dir, monkeypatch, caplog):
