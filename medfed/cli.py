@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands that need them, so that ``medfed 
 
 from __future__ import annotations
 
+import signal
 import sys
 from enum import Enum
 from pathlib import Path
@@ -391,6 +392,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     """Entry point: a user's fault is one message and exit code 2, an interrupt exit code 130."""
+    # A request to end (``kill``, a cluster's time limit) is an interrupt: the run says how it stands and cleans up.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app(standalone_mode=True)
     except MedfedError as error:

@@ -22,14 +22,13 @@ from pathlib import Path
 from medfed.engines.planning import available_cores
 from medfed.grid import Bench, Event, Tell, attempt, others_of
 from medfed.grid_file import Grid
+from medfed.orphans import when_orphaned
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 START = "spawn"
 """How processes are started: CUDA and the threads of OpenMP do not survive a fork."""
 PATIENCE = 10.0
 """Seconds that an interrupted process has to write down how its run stands."""
-GLANCE = 1.0
-"""Seconds between two looks at whether the grid's process is still there."""
 
 
 @dataclass
@@ -77,9 +76,10 @@ def run_side_by_side(grid: Grid, waiting: Sequence[int], slots: int, tell: Tell)
             worker.pipe.close()
         for worker in workers:
             worker.process.join(PATIENCE if worker.cell is not None else None)
-            if worker.process.is_alive():
-                worker.process.terminate()
-                worker.process.join()
+            for end in (worker.process.terminate, worker.process.kill):
+                if worker.process.is_alive():
+                    end()
+                    worker.process.join(PATIENCE)
 
 
 def give(grid: Grid, worker: Worker, queue: deque[int]) -> None:
@@ -158,9 +158,7 @@ def end_with_parent() -> None:
     if parent is None:
         return
 
-    def watch() -> None:
-        while parent.is_alive() and os.getppid() == parent.pid:
-            time.sleep(GLANCE)
+    def end() -> None:
         if hasattr(signal, "pthread_kill"):  # wakes the main thread where it waits for others
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         else:
@@ -168,7 +166,7 @@ def end_with_parent() -> None:
         time.sleep(PATIENCE)
         os._exit(1)  # where interrupts are ignored; the last checkpoint stands
 
-    threading.Thread(target=watch, daemon=True).start()
+    when_orphaned(parent.pid or 0, end)
 
 
 def serve(pipe: Connection, device: str | None, cores: list[int], folder: Path, slot: int) -> None:
@@ -179,6 +177,7 @@ def serve(pipe: Connection, device: str | None, cores: list[int], folder: Path, 
     os.dup2(log, 1)
     os.dup2(log, 2)
     bench = Bench(device)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the cell says how it stands and cleans up
     end_with_parent()
 
     def tell(event: Event) -> None:

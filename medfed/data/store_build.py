@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from medfed.data.corruption import Corruption, to_uint8
+from medfed.orphans import own_output, when_orphaned
 
 CHUNK = 8
 SMALL = 16  # so few images are made in this process: starting workers would take longer
@@ -250,13 +251,16 @@ def _pool(work: Work, workers: int) -> tuple[Executor, Callable[[Sequence[Job]],
     if not forks:
         return ThreadPoolExecutor(workers), partial(_many, work)
     fork = multiprocessing.get_context("fork")
-    return ProcessPoolExecutor(workers, fork, _start, (work,)), _many_here
+    return ProcessPoolExecutor(workers, fork, _start, (work, os.getpid())), _many_here
 
 
-def _start(work: Work) -> None:
+def _start(work: Work, parent: int) -> None:
     global _WORK
     _WORK = work
+    own_output()
+    when_orphaned(parent, lambda: os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # a forked OpenMP pool would hang; one thread needs none
 

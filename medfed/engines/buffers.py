@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from medfed.errors import FederationError
 from medfed.federation.messages import Message
 
 _ALIGN = 64
@@ -47,8 +48,7 @@ class SharedBuffer:
         if self._bytes is None or self._size < size:
             on_disk = self.path.stat().st_size if self.path.exists() else 0
             if on_disk < size:
-                with open(self.path, "ab") as file:
-                    file.truncate(size)
+                _reserve(self.path, size)
                 on_disk = size
             handle = os.open(self.path, os.O_RDWR)
             try:
@@ -90,6 +90,22 @@ class SharedBuffer:
         """Deletes the backing file; views stay valid until they are dropped."""
         self._bytes = self._views = None
         self.path.unlink(missing_ok=True)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Makes a file of a size whose bytes are there: writing to those of a file with holes ends a process (SIGBUS)."""
+    try:
+        with open(path, "ab") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+    except OSError as error:
+        raise FederationError(
+            f"no room for {size / 1e6:.0f} MB that processes share: {error.strerror}.",
+            where=str(path.parent),
+            fix="Use fewer workers, or make room there.",
+        ) from None
 
 
 def scratch_folder(needed: int) -> Path:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from medfed.errors import FederationError
 from medfed.federation.client import Request
 from medfed.federation.messages import Message, Refusal
 from medfed.federation.server import Patience
+from medfed.orphans import orphaned, own_output, when_orphaned
 
 HostFactory = Callable[[], ClientHost]
 
@@ -64,6 +66,8 @@ class PoolEngine:
         context: Any = multiprocessing.get_context(start)
         self._pipes: list[Connection] = []
         self._workers = []
+        self._codes: list[int | None] = []
+        self._cut = False
         for w in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -117,6 +121,7 @@ class PoolEngine:
                     held[worker] -= 1
         except KeyboardInterrupt:
             # It may have struck between sending and counting: nobody knows what is still to come. The run ends anyway.
+            self._cut = True
             for waiting in given:
                 waiting.clear()
             raise
@@ -148,10 +153,12 @@ class PoolEngine:
     ) -> None:
         busy = [w for w in range(len(self._pipes)) if given[w]]
         if not busy:
-            if not self._alive():
-                for name in todo:
-                    done[name] = (-1, -1, Refusal(name, "no worker process is left"))
-                todo.clear()
+            if todo and not self._alive():
+                raise FederationError(
+                    f"all {len(self._pipes)} worker processes died (exit codes {', '.join(map(str, self._codes))}); "
+                    f"{todo[0]} and {len(todo) - 1} more clients of this round were not asked.",
+                    fix="Use fewer workers if memory ran out, and resume the run.",
+                )
             return
         sentinels = {self._pipes[w]: w for w in busy}
         for ready in wait(list(sentinels)):
@@ -187,19 +194,25 @@ class PoolEngine:
         process = self._workers[worker]
         self._workers[worker] = None
         process.join(timeout=5)
+        self._codes.append(process.exitcode)
         return process.exitcode
 
     def close(self) -> None:
         """Ends the workers and removes the shared buffers."""
-        for w in self._alive():
-            self._send(w, encode("stop"))
-        for process in self._workers:
-            if process is not None:
+        workers = [p for p in self._workers if p is not None]
+        try:
+            if not self._cut:  # otherwise they are at clients of a round that nobody waits for any more
+                for w in self._alive():
+                    self._send(w, encode("stop"))
+                until = time.monotonic() + 5
+                for process in workers:
+                    process.join(timeout=max(0.0, until - time.monotonic()))
+        finally:  # also at a second Ctrl-C
+            for process in workers:
+                process.kill()
+            for process in workers:
                 process.join(timeout=5)
-                if process.is_alive():
-                    process.kill()
-                    process.join(timeout=5)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _work(
@@ -207,6 +220,14 @@ def _work(
 ) -> None:
     """A worker's life: receive a request, serve the clients named to it, leave replies in slots in turn."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and the server ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    own_output()
+
+    def leave() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    when_orphaned(parent, leave)
     torch.set_num_threads(threads)
     host = make_host()
     down = SharedBuffer(Path(folder) / "down")
@@ -215,15 +236,12 @@ def _work(
     request: Request | None = None
     turn = 0
     while True:
-        while not pipe.poll(5.0):
-            if os.getppid() != parent:
-                # The server was killed: do not linger, and give the shared memory back.
-                shutil.rmtree(folder, ignore_errors=True)
-                os._exit(1)
         try:
             fields = decode(pipe.recv_bytes())
         except (EOFError, OSError):
             return
+        if orphaned(parent):  # a resumed run may already use the memories of the clients
+            leave()
         if fields["kind"] == "stop":
             return
         if fields["kind"] == "request":
@@ -236,7 +254,11 @@ def _work(
         if isinstance(answer, Refusal):
             pipe.send_bytes(encode("refusal", reason=answer.reason))
             continue
-        layout, size = up[turn].pack(answer.tensors)
+        try:
+            layout, size = up[turn].pack(answer.tensors)
+        except FederationError as error:
+            pipe.send_bytes(encode("refusal", reason=str(error)))
+            continue
         news, told[turn] = (None if told[turn] == layout else layout), layout
         pipe.send_bytes(encode("reply", slot=turn, **message_fields(answer, news, size)))
         turn = (turn + 1) % slots

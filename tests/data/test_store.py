@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 
@@ -554,3 +555,57 @@ def test_the_index_refuses_two_records_for_one_row(tmp_path, pipeline):
     store.ensure(data)
     with pytest.raises(sqlite3.IntegrityError):
         store._index.add("", [(0, ("other", 0), "", 0)], [])
+
+
+def test_decoders_end_with_the_process_that_started_them(tmp_path, loader, pipeline):
+    """Left alone they waited for work for ever, and with some versions of filelock held the store's lock."""
+    names = [f"slow{i:02d}" for i in range(60)]
+    data, _ = write(tmp_path / "d", names)
+    code = CHILD.format(here=str(Path(__file__).parent), folder=str(tmp_path)).replace("workers=1", "workers=2")
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child.stdout.readline()
+    decoders = psutil.Process(child.pid).children()
+    assert len(decoders) == 2
+    child.kill()
+    child.stdout.close()
+    child.wait()
+    psutil.wait_procs(decoders, timeout=30)
+    assert not [d for d in decoders if d.is_running() and d.status() != psutil.STATUS_ZOMBIE]
+    assert len(ImageStore.open(tmp_path, pipeline).ensure(data).rows) == 60
+
+
+def test_a_decoder_that_warns_does_not_wait_for_the_lock_of_a_progress_bar(tmp_path, pipeline):
+    """The bar's thread draws under a lock that standard error shares; a fork at that moment copies it as it is."""
+    from rich.console import Console
+
+    from medfed.console import Screen
+
+    class Warner(Loader):
+        def __call__(self, data):
+            print("Invalid value for VR UI", file=sys.stderr)
+            return super().__call__(data)
+
+    data, _ = write(tmp_path / "d", [f"a{i:02d}" for i in range(60)])
+    store = ImageStore.open(tmp_path, Pipeline(Warner(tmp_path / "calls.log"), prepare, "grey-4x5", SHAPE))
+    built = []
+    with open(os.devnull, "w") as nowhere, Screen(Console(force_terminal=True, file=nowhere)) as screen:
+        screen.progress("Decoding", 1, 10)
+        drawing = screen._bar.live._lock
+        held, free = threading.Event(), threading.Event()
+
+        def draw():
+            with drawing:
+                held.set()
+                free.wait(60)
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        held.wait()
+        building = threading.Thread(target=lambda: built.append(store.ensure(data, workers=2)), daemon=True)
+        building.start()
+        building.join(30)
+        free.set()
+        thread.join()
+    for process in () if built else psutil.Process().children():
+        process.kill()
+    assert built

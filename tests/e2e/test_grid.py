@@ -357,7 +357,7 @@ def test_cells_run_in_processes_and_a_death_costs_one_cell(copied, monkeypatch):
 
 def test_a_process_of_a_grid_ends_with_the_one_that_started_it(tmp_path, monkeypatch):
     """Killed outright, that one can tell nobody; its cells would be found taken when the grid is started again."""
-    monkeypatch.setattr("medfed.grid_workers.GLANCE", 0.1)
+    monkeypatch.setattr("medfed.orphans.GLANCE", 0.1)
     context = multiprocessing.get_context("fork")
     begun, ended = tmp_path / "begun", tmp_path / "ended"
 

@@ -16,20 +16,22 @@ from medfed.conducting import interrupts_remembered
 @pytest.fixture(autouse=True)
 def default_handler():
     """As in a terminal: what is started in the background has its interrupts ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_an_interrupt_that_was_swallowed_ends_the_run_after_the_round():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_was_swallowed_ends_the_run_after_the_round(number):
     with interrupts_remembered() as check:
         check()
         with contextlib.suppress(BaseException):  # as a destructor or a callback of C code does
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(5)
         with pytest.raises(KeyboardInterrupt):
             check()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is signal.default_int_handler
 
 
 def test_handlers_of_others_and_other_threads_are_left_alone():

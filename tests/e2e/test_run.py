@@ -243,7 +243,9 @@ def test_killed_run_resumes_bitwise_and_tells_mlflow_once(command, data, finishe
     assert [p.step for p in history] == [1, 2, 3]
 
 
-def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, finished):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, finished, number):
+    """By Ctrl-C, and by who ends processes: ``kill``, a cluster's time limit."""
     process = subprocess.Popen(
         command.prepare("run", "FILE", rounds=500, engine__workers=2),
         stdout=subprocess.PIPE,
@@ -257,7 +259,7 @@ def test_interrupt_in_the_middle_of_a_round_keeps_what_is_done(command, data, fi
             lambda: any(os.path.exists(os.path.join(r, "checkpoint", "state.safetensors")) for r in runs_in(data)),
             process,
         )
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, _ = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -15,8 +15,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
 from toy import TASKS, make_host, make_server, round_of
 
-from medfed.engines.buffers import SharedBuffer, layout_of
+from medfed.engines.buffers import SharedBuffer, encode, layout_of
 from medfed.engines.pool import PoolEngine
+from medfed.errors import FederationError
 from medfed.federation.messages import Message
 from medfed.federation.state import same_state
 
@@ -71,11 +72,68 @@ def test_dead_worker_takes_only_its_own_clients_out(pool):
     assert len(round_of(server, ask("train"))) == 7
 
 
-def test_all_workers_dead_refuses_the_rest_instead_of_waiting(pool):
-    server = make_server(SIZES, engine=pool(1), rounds=1)
-    replies = round_of(server, ask("die", who="c1"))
-    assert replies.clients == ("c0",)
-    assert len(replies.refused) == 6
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_run_without_any_worker_left_ends(pool, rounds):
+    """It once went on to its last round without training, and was called completed."""
+    server = make_server(SIZES, engine=pool(1), rounds=rounds)
+    with pytest.raises(FederationError, match=r"all 1 worker processes died \(exit codes 9\)"):
+        round_of(server, ask("die", who="c1"))
+    with pytest.raises(FederationError, match="all 1 worker"):
+        round_of(server, ask("train"))
+
+
+def test_a_second_interrupt_leaves_no_shared_memory_and_no_worker(pool, monkeypatch):
+    engine = pool(2)
+    processes = list(engine._workers)
+    real = type(processes[0]).join
+
+    def join(self, timeout=None):
+        monkeypatch.setattr(type(processes[0]), "join", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(processes[0]), "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not engine._folder.exists()
+    assert not any(p.is_alive() for p in processes)
+
+
+def test_who_is_interrupted_at_work_does_not_wait_for_it(pool, monkeypatch):
+    """The answers of that round are of no use any more."""
+    from medfed.engines import pool as module
+    from medfed.federation.client import Request
+    from medfed.federation.server import Patience
+
+    engine = pool(2)
+
+    def strike(pipes):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "wait", strike)
+    request = Request("linger", 1, 1, 0, Message.of({}, model={"w": torch.zeros(1)}))
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.exchange(request, sorted(SIZES), Patience()))
+    engine.close()
+    assert time.monotonic() - began < 4.5  # each client takes five seconds
+
+
+def test_no_room_for_shared_memory_is_said(tmp_path, monkeypatch):
+    """A file with holes ends the process that writes where no room is left, without a word."""
+    import errno
+    import os
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FederationError, match=r"no room for 4 MB that processes share: No space left"):
+        SharedBuffer(tmp_path / "b").pack({"a": torch.ones(1_000_000)})
+
+
+def test_shared_memory_has_no_holes(tmp_path):
+    SharedBuffer(tmp_path / "b").pack({"a": torch.zeros(1_000_000)})
+    assert (tmp_path / "b").stat().st_blocks * 512 >= 4_000_000
 
 
 def test_crash_in_a_worker_is_a_refusal(pool):
@@ -166,7 +224,8 @@ sys.stdin.read()
     assert not any(map(runs, workers))
 
 
-def test_a_worker_whose_server_died_before_it_began_ends_too(tmp_path):
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_worker_whose_server_died_before_it_began_ends_too(tmp_path, monkeypatch, busy):
     """Its parent is another process by then; it once took that one for the server, and stayed for ever."""
     import multiprocessing
 
@@ -177,13 +236,18 @@ def test_a_worker_whose_server_died_before_it_began_ends_too(tmp_path):
     folder = tmp_path / "shared"
     folder.mkdir()
     context = multiprocessing.get_context("fork")
-    _, theirs = context.Pipe()
-    host = functools.partial(make_host, SIZES)
+    ours, theirs = context.Pipe()
+    host = functools.partial(make_host, SIZES, tmp_path / "clients")
+    ours.send_bytes(encode("request", task="remember", round=1, step=1, confirmed=0, values={}, layout=[], size=0))
+    ours.send_bytes(encode("client", client="c0", own={}))
+    if busy:  # the thread that looks has not looked yet: a client whose memory a resumed run uses is not served
+        monkeypatch.setattr(module, "when_orphaned", lambda parent, do: None)
     worker = context.Process(target=module._work, args=(theirs, host, 1, str(folder), 0, 2, gone.pid), daemon=True)
     worker.start()
     worker.join(30)
     assert worker.exitcode == 1
     assert not folder.exists()
+    assert not [p for p in (tmp_path / "clients").rglob("*") if p.is_file()]
 
 
 def test_buffer_grows_and_keeps_types(tmp_path):

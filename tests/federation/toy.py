@@ -71,6 +71,12 @@ def nap(client: Client, message: Message) -> Message:
     return add_samples(client, message)
 
 
+def linger(client: Client, message: Message) -> Message:
+    """Every client takes longer than anybody waits for a worker to end."""
+    time.sleep(5)
+    return add_samples(client, message)
+
+
 def odd(client: Client, message: Message) -> Message:
     """Replies that must not be admitted, one kind a client."""
     model = {k: t.clone() for k, t in message.group("model").items()}
@@ -110,6 +116,7 @@ TASKS = {
     "die": die,
     "slow": slow,
     "nap": nap,
+    "linger": linger,
     "odd": odd,
 }
 

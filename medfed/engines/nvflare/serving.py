@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from medfed.conducting import conduct
 from medfed.config import Experiment, validate
@@ -18,6 +20,8 @@ from medfed.federation.state import ServerState, load_state
 from medfed.ledger import LEDGER, Ledger
 from medfed.rundir import META, RunFolder
 from medfed.running import check_unchanged, federate, new_folder
+
+PATIENCE = 10.0
 
 
 def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Callable[[NVFlareEngine], object]) -> None:
@@ -47,8 +51,8 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
         )
     simulated = plan.folder is not None
     folder = open_run(prepared, Path(plan.folder) if plan.folder else workspace / RUNS / plan.run, plan.run)
-    # In a simulation the process that started it keeps others away from the run.
-    with contextlib.nullcontext() if simulated else folder.held():
+    # In a simulation the process that started it keeps others away from the run, while it lives.
+    with _alone(folder.path) if simulated else folder.held():
         check_unchanged(prepared, folder.meta(), folder.path)
         state = load_state(folder.checkpoint)
         if state is not None and state.round >= experiment.rounds and folder.meta()["status"] == "completed":
@@ -60,6 +64,18 @@ def serve(plan: ServerPlan, post: Post, workspace: Path, say: Say, opened: Calla
         opened(engine)
         trainer = prepared.trainer(folder.meta()["hardware"]["device"], available_cores())
         federate(prepared, folder, engine, trainer, state=state, say=say)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until the server of a simulation whose starter was killed is gone too."""
+    try:
+        with FileLock(path / ".server.lock").acquire(timeout=PATIENCE):
+            yield
+    except Timeout:
+        raise FederationError(
+            "the server of an earlier simulation is still at this run.", where=str(path), fix="End that process."
+        ) from None
 
 
 def serve_hospitals(

@@ -78,7 +78,7 @@ def simulate(
         (workspace / "local" / "resources.json").write_text(json.dumps({"class_allow_list": list(ALLOWED)}))
         command = [sys.executable, "-m", "medfed.engines.nvflare.simulator", str(job.resolve()), str(workspace)]
         process = subprocess.Popen(
-            [*command, ",".join(sites), str(min(workers, len(sites)))],
+            [*command, ",".join(sites), str(min(workers, len(sites))), str(os.getpid())],
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -168,5 +168,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, word)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=15)
+            process.wait(timeout=5)  # a grid gives a cell ten seconds for its end
             return
