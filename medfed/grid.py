@@ -135,8 +135,7 @@ class Bench:
             return
         prepared = self.prepare(cell)
         check_same(prepared, others)
-        folder = new_folder(prepared, path=cell.folder)
-        folder.write_meta(grid=cell.tags())
+        folder = new_folder(prepared, path=cell.folder, grid=cell.tags())
         with folder.held():
             execute(prepared, folder, listeners=[listener])
 

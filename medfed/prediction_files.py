@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,14 +72,30 @@ def write_predictions(folder: Path, found: Collector, about: About) -> dict[str,
     }
     result_folder(folder)
     text = json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / "predictions.json").write_text(text + "\n", encoding="utf-8")
     scores = [f"p_{name}" for name in about.task.classes]
     names = ["file", "frame", "study", "series", "status", "reason", "predicted", *scores, "corrections"]
-    _table(folder / "images.csv", names, images, about)
-    _table(
-        folder / "studies.csv", ["study", "status", "reason", "images", "predicted", *scores, "rule"], studies, about
-    )
+    study_names = ["study", "status", "reason", "images", "predicted", *scores, "rule"]
+    with _at_once(folder, "images.csv", "studies.csv", "predictions.json") as (image_file, study_file, whole_file):
+        _table(image_file, names, images, about)
+        _table(study_file, study_names, studies, about)
+        whole_file.write_text(text + "\n", encoding="utf-8")
     return content
+
+
+@contextlib.contextmanager
+def _at_once(folder: Path, *names: str) -> Iterator[list[Path]]:
+    """Gives files to write, which take their names when all of them are on the disk."""
+    drafts = [folder / f".{name}.writing" for name in names]
+    try:
+        yield drafts
+        for draft in drafts:
+            with open(draft, "rb+") as file:
+                os.fsync(file.fileno())
+        for draft, name in zip(drafts, names, strict=True):
+            os.replace(draft, folder / name)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
 
 
 def _image(found: Collector, k: int, about: About) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from medfed.errors import ConfigError, FederationError
+from medfed.tracking.records import write_atomically
 
 META = "run.json"
 EXPERIMENT = "experiment.yaml"
@@ -48,8 +49,9 @@ class RunFolder:
                 raise ConfigError(
                     f"cannot be made ({error.strerror}).", where=str(path), fix="Change 'output'."
                 ) from None
-            (path / EXPERIMENT).write_text(experiment, encoding="utf-8")
-            return cls(path)
+            folder = cls(path)
+            folder.write_experiment(experiment)
+            return folder
         raise ConfigError("a hundred runs of that name started within a second.", where=str(root))
 
     @classmethod
@@ -59,12 +61,13 @@ class RunFolder:
         Raises:
             ConfigError: the folder cannot be made.
         """
+        folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            (path / EXPERIMENT).write_text(experiment, encoding="utf-8")
+            folder.write_experiment(experiment)
         except OSError as error:
             raise ConfigError(f"cannot be made ({error.strerror}).", where=str(path)) from None
-        return cls(path)
+        return folder
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -116,19 +119,15 @@ class RunFolder:
         return meta
 
     def write_meta(self, **fields: Any) -> dict[str, Any]:
-        """Adds fields to ``run.json``, atomically, and returns all of it."""
+        """Adds fields to ``run.json``, atomically and durably, and returns all of it."""
         path = self.path / META
         meta = {**(self.meta() if path.exists() else {}), **fields}
-        new = path.with_suffix(".writing")
-        new.write_text(json.dumps(meta, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8")
-        os.replace(new, path)
+        write_atomically(path, json.dumps(meta, indent=1, ensure_ascii=False, allow_nan=False).encode())
         return meta
 
     def write_experiment(self, text: str) -> None:
-        """Replaces the resolved experiment, atomically."""
-        new = self.path / (EXPERIMENT + ".writing")
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, self.path / EXPERIMENT)
+        """Writes the resolved experiment, atomically and durably."""
+        write_atomically(self.path / EXPERIMENT, text.encode())
 
     @property
     def checkpoint(self) -> Path:

@@ -141,7 +141,8 @@ def resume(
         if rounds is not None and rounds != experiment.rounds:
             experiment = with_rounds(experiment, rounds, state.round if state else 0, path)
             folder.write_experiment(experiment.dump())
-            meta = folder.write_meta(rounds=rounds)
+        if meta.get("rounds") != experiment.rounds:  # also after a kill between the two files
+            meta = folder.write_meta(rounds=experiment.rounds)
         if state is not None and state.round >= experiment.rounds and meta["status"] == "completed":
             say(f"All {experiment.rounds} rounds are done.")
             return path
@@ -187,13 +188,14 @@ def check_unchanged(prepared: Prepared, meta: dict[str, Any], path: Path) -> Non
             )
 
 
-def new_folder(prepared: Prepared, *, path: Path | None = None, uid: str | None = None) -> RunFolder:
+def new_folder(prepared: Prepared, *, path: Path | None = None, uid: str | None = None, **facts: Any) -> RunFolder:
     """Makes the run's folder and writes down everything that is known before the first round.
 
     Args:
         prepared: all that the run needs.
         path: the folder; by default a new one below the experiment's output.
         uid: the run's name that is unique everywhere; made anew by default.
+        **facts: further plain values for ``run.json``.
     """
     experiment = prepared.experiment
     name = f"{experiment.name}-{prepared.method.name}-s{experiment.seed}"
@@ -217,6 +219,7 @@ def new_folder(prepared: Prepared, *, path: Path | None = None, uid: str | None 
         data_hash=prepared.data_hash,
         initial_model_hash=prepared.initial_model_hash,
         warnings=prepared.warnings,
+        **facts,
     )
     return folder
 

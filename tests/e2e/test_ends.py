@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,3 +155,54 @@ def test_failures_that_a_full_disk_did_not_take_are_written_with_the_next_event(
     assert not path.exists()
     told(medfed.grid.Event("start", 2))
     assert json.loads(path.read_text()) == {names[1]: "why"}
+
+
+class Killed(BaseException):
+    """Stands for a signal that nothing catches."""
+
+
+@pytest.mark.parametrize("again", [2, None])
+def test_more_rounds_are_on_record_after_a_kill_between_two_files(copied, monkeypatch, again):
+    run, genuine = copied.cells[0].folder, RunFolder.write_meta
+
+    def write(self, **fields):
+        if "rounds" in fields:
+            raise Killed
+        return genuine(self, **fields)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_meta", write)
+        with pytest.raises(Killed):
+            medfed.running.resume(run, rounds=2)
+    medfed.running.resume(run, rounds=again)
+    meta = RunFolder(run).meta()
+    assert (meta["rounds"], meta["status"]) == (2, "completed")
+    assert len((run / "records.jsonl").read_bytes().splitlines()) == 2
+
+
+def test_a_cell_names_its_place_in_the_grid_from_the_first_file_on(copied, monkeypatch):
+    cell, genuine = copied.cells[1], RunFolder.write_meta
+    shutil.rmtree(cell.folder)
+
+    def write(self, **fields):
+        genuine(self, **fields)
+        raise Killed
+
+    monkeypatch.setattr(RunFolder, "write_meta", write)
+    with pytest.raises(Killed):
+        medfed.grid.Bench().run(cell, [], lambda *_: None)
+    assert RunFolder(cell.folder).meta()["grid"] == cell.tags()
+
+
+def test_what_a_run_is_stands_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        genuine = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, genuine=genuine: (calls.append(name), genuine(*a)))
+    for make in (lambda: RunFolder.create(tmp_path, "run", "name: x\n"), lambda: RunFolder.at(tmp_path / "at", "y")):
+        calls.clear()
+        run = make()
+        run.write_meta(status="new")
+        run.write_experiment("name: z\n")
+        assert calls == ["fsync", "replace", "fsync"] * 3
+        assert sorted(p.name for p in run.path.iterdir()) == ["experiment.yaml", "run.json"]
