@@ -3,11 +3,13 @@
 One JSON line a message: when, in which round, for which task, the name, type and shape of each tensor, the plain
 values themselves, the bytes and their SHA-256.  Each line carries the hash of the one before it, so that a changed,
 inserted or removed line shows.  (A tail that was cut off shows only beside the other side's ledger.)  A line is on disk
-before its message is handed over, so that nothing leaves unrecorded.
+before its message is handed over, so that nothing leaves unrecorded: where it cannot be written, a refusal that says so
+goes in the message's place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,7 +19,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medfed.errors import DataError
+from filelock import FileLock, Timeout
+
+from medfed.errors import DataError, FederationError
 from medfed.federation.messages import Message
 
 if TYPE_CHECKING:
@@ -25,11 +29,12 @@ if TYPE_CHECKING:
 
 LEDGER = "ledger.jsonl"
 START = "0" * 64
+PATIENCE = 30.0
 Entry = dict[str, Any]
 
 
 class Ledger:
-    """Appends to one ledger.
+    """Appends to one ledger, as others may too: an old and a new job of one run at a site.
 
     Args:
         path: the file; made with its folder where it is not there.
@@ -41,13 +46,8 @@ class Ledger:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        entries = read_ledger(path) if path.exists() else []
-        self._previous = entries[-1]["hash"] if entries else START
-        self._count = len(entries)
-        if path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-            # A kill in the middle of a line: its message was never handed over. The torn text stays, as a line alone.
-            with open(path, "ab") as file:
-                file.write(b"\n")
+        self._lock = FileLock(path.with_name(f".{path.name}.lock"))
+        self._read()
 
     def append(self, data: bytes, message: Message | None = None, **facts: Any) -> Entry:
         """Writes down one message, durably.
@@ -59,27 +59,61 @@ class Ledger:
 
         Returns:
             The entry as written.
+
+        Raises:
+            FederationError: it cannot be written; the ledger is as before.
+            DataError: another wrote to it since, and it is no sound ledger any more.
         """
-        content = Message() if message is None else message
-        entry: Entry = {
-            "number": self._count + 1,
-            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            **facts,
-            "tensors": [
-                [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in content.tensors.items()
-            ],
-            "values": dict(content.values),
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "previous": self._previous,
-        }
-        entry["hash"] = _seal(entry)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        self._previous, self._count = entry["hash"], self._count + 1
+        content, digest = Message() if message is None else message, hashlib.sha256(data).hexdigest()
+        try:
+            with self._lock.acquire(timeout=PATIENCE):
+                if (self.path.stat().st_size if self.path.exists() else 0) != self._size:
+                    self._read()
+                entry: Entry = {
+                    "number": self._count + 1,
+                    "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+                    **facts,
+                    "tensors": [
+                        [name, str(t.dtype).removeprefix("torch."), list(t.shape)]
+                        for name, t in content.tensors.items()
+                    ],
+                    "values": dict(content.values),
+                    "bytes": len(data),
+                    "sha256": digest,
+                    "previous": self._previous,
+                }
+                entry["hash"] = _seal(entry)
+                self._write(entry)
+        except OSError as error:
+            why = "another process keeps it locked" if isinstance(error, Timeout) else error.strerror
+            raise FederationError(
+                f"the ledger cannot be written ({why}).",
+                where=str(self.path),
+                fix="What it holds is intact: make room or give the right to write there, then go on.",
+            ) from None
         return entry
+
+    def _read(self) -> None:
+        data = self.path.read_bytes() if self.path.exists() else b""
+        entries = _check(data, self.path)
+        self._size, self._count = len(data), len(entries)
+        self._previous = entries[-1]["hash"] if entries else START
+        # A kill in the middle of a line: its message was never handed over. The torn text stays, as a line alone.
+        self._torn = not data.endswith(b"\n") and self._size > 0
+
+    def _write(self, entry: Entry) -> None:
+        line = ("\n" * self._torn + json.dumps(entry) + "\n").encode()
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):  # else the size tells the next one to read what is there
+                os.truncate(self.path, self._size)
+            raise
+        self._previous, self._count = entry["hash"], self._count + 1
+        self._size, self._torn = self._size + len(line), False
 
 
 def read_ledger(path: Path) -> list[Entry]:
@@ -90,9 +124,13 @@ def read_ledger(path: Path) -> list[Entry]:
     """
     if not path.is_file():
         raise DataError("there is no ledger.", where=str(path), fix=f"Give a folder that holds a {LEDGER}.")
+    return _check(path.read_bytes(), path)
+
+
+def _check(data: bytes, path: Path) -> list[Entry]:
     entries: list[Entry] = []
     previous = START
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from medfed.engines.nvflare.wire import WireError, own_values, pack_request, read_answer, too_large, unpack
-from medfed.errors import FederationError
+from medfed.errors import FederationError, MedfedError
 from medfed.federation.admission import check_reply
 from medfed.federation.client import Request
 from medfed.federation.messages import Message, Refusal
@@ -70,6 +70,7 @@ class Window:
         self._counted = 0
         self._answers: dict[str, Message | Refusal] = {}
         self._closed = False
+        self._fault: Exception | None = None
         self._news = threading.Condition()
 
     def put(
@@ -94,19 +95,35 @@ class Window:
                 self._quorum_at = self._clock()
             self._news.notify_all()
 
+    def fail(self, error: Exception) -> bool:
+        """Ends the wait for answers, because one could not be taken in.
+
+        Returns:
+            Whether anybody may still wait, and will hear of it.
+        """
+        with self._news:
+            self._fault = self._fault or error
+            self._news.notify_all()
+            return not self._closed
+
     def take(self, client: str, hopeless: Callable[[], str | None]) -> Message | Refusal:
         """Waits for a client's answer and hands it out; a refusal where it does not come in time.
 
         Args:
             client: whose answer.
             hopeless: asked now and then; gives the reason why no answer will come, or None.
+
+        Raises:
+            FederationError: an answer, of whichever client, could not be taken in.
         """
         with self._news:
-            while client not in self._answers:
+            while self._fault is None and client not in self._answers:
                 reason = self._late() or hopeless()
                 if reason is not None:
                     return Refusal(client, reason)
                 self._news.wait(min(POLL, max(0.0, self._end() - self._clock())))
+            if self._fault is not None:
+                raise _cannot_go_on(self._fault) from self._fault
             return self._answers.pop(client)
 
     def close(self) -> None:
@@ -172,8 +189,12 @@ class NVFlareEngine:
             if body is None:
                 window.put(name, Refusal(name, fault), counts=False)
                 return
-            answer = read_answer(body, name, self._run, request.step, self._limit)
-            window.put(name, answer, promising(request, answer), seen=lambda late: self.note(name, body, late))
+            try:
+                answer = read_answer(body, name, self._run, request.step, self._limit)
+                window.put(name, answer, promising(request, answer), seen=lambda late: self.note(name, body, late))
+            except Exception as error:  # NVFlare would log it, and the run would wait for ever
+                if not window.fail(error):
+                    raise
 
         sent = self._post.send(data, own, arrived) if own else None
         try:
@@ -203,6 +224,14 @@ class NVFlareEngine:
 
     def close(self) -> None:
         """Nothing to end: NVFlare ends its own."""
+
+
+def _cannot_go_on(error: Exception) -> FederationError:
+    if isinstance(error, MedfedError):
+        what, where, fix = error.what, error.where, error.fix
+    else:
+        what, where, fix = f"{type(error).__name__}: {error}", None, None
+    return FederationError(f"an answer could not be taken in: {what}", where=where, fix=fix)
 
 
 def promising(request: Request, answer: Message | Refusal) -> bool:

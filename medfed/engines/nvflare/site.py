@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,20 @@ class Desk:
             answer = self._serve(request)
         except WireError as error:
             answer = Refusal(self._client, f"refused: {error.what}")
-        except MedfedError as error:  # the site is not what was agreed on; where and how is for its own eyes
-            self._log(str(error))
-            answer = Refusal(self._client, f"cannot take part: {error.what}")
         except Exception as error:
-            self._log(f"{type(error).__name__}: {error}")
-            answer = Refusal(self._client, f"failed with {type(error).__name__}")
+            answer = self._failed(error)
         return self._send(answer, request)
+
+    def _failed(self, error: Exception) -> Refusal:
+        if isinstance(error, MedfedError):  # the site is not what was agreed on; where and how is for its own eyes
+            self._tell(str(error))
+            return Refusal(self._client, f"cannot take part: {error.what}")
+        self._tell(f"{type(error).__name__}: {error}")
+        return Refusal(self._client, f"failed with {type(error).__name__}")
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk takes no words either
+            self._log(text)
 
     def _serve(self, request: Request) -> Message | Refusal:
         if self._host is None:
@@ -77,16 +85,25 @@ class Desk:
         try:
             data = pack_answer(answer, self._client, facts)
         except Exception as error:  # a type of number that safetensors does not know, say
-            self._log(f"{type(error).__name__}: {error}")
+            self._tell(f"{type(error).__name__}: {error}")
             answer = Refusal(self._client, f"its reply cannot be sent ({type(error).__name__})")
             data = pack_answer(answer, self._client, facts)
         if len(data) > self._limit and isinstance(answer, Message):
             answer = Refusal(self._client, too_large("its reply", len(data), self._limit))
             data = pack_answer(answer, self._client, facts)
-        if self._ledger is not None:
-            refusal = isinstance(answer, Refusal)
-            told = {"kind": "refusal", "reason": answer.reason} if isinstance(answer, Refusal) else {"kind": "reply"}
-            known = {k: v for k, v in facts.items() if k != "run"}
-            content = None if refusal or not isinstance(answer, Message) else answer
-            self._ledger.append(data, content, direction="sent", client=self._client, **known, **told)
+        try:
+            self._record(answer, data, facts)
+        except Exception as error:
+            answer = self._failed(error)
+            data = pack_answer(answer, self._client, facts)
+            with contextlib.suppress(Exception):  # unrecorded then, it tells nothing of the client's data
+                self._record(answer, data, facts)
         return data
+
+    def _record(self, answer: Message | Refusal, data: bytes, facts: dict[str, Any]) -> None:
+        if self._ledger is None:
+            return
+        told = {"kind": "refusal", "reason": answer.reason} if isinstance(answer, Refusal) else {"kind": "reply"}
+        known = {k: v for k, v in facts.items() if k != "run"}
+        content = answer if isinstance(answer, Message) else None
+        self._ledger.append(data, content, direction="sent", client=self._client, **known, **told)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import threading
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from typer.testing import CliRunner
 
-from medfed.errors import DataError
+from medfed import ledger as module
+from medfed.errors import DataError, FederationError
 from medfed.federation.messages import Message
 from medfed.ledger import LEDGER, START, Ledger, differences, find_ledgers, ledger_table, read_ledger
 
@@ -82,6 +86,74 @@ def test_a_new_process_goes_on_with_the_chain_after_a_line_torn_by_a_kill(path):
     Ledger(path).append(b"new", MESSAGE, client="c0")
     assert [e["number"] for e in read_ledger(path)] == [1, 2, 3, 4]
     assert path.read_bytes().startswith(whole)  # nothing that was written is ever written over
+
+
+@pytest.mark.parametrize("left", [0, 40, None])
+def test_what_could_not_be_written_leaves_no_trace_and_the_chain_goes_on(path, monkeypatch, left):
+    """The disk is full for a moment: nothing, a part or all of the line was there."""
+    ledger, whole, fsync = Ledger(path), path.read_bytes(), os.fsync
+
+    def full(handle):
+        if left is not None:
+            os.ftruncate(handle, len(whole) + left)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FederationError, match=r"the ledger cannot be written \(No space left on device\)"):
+        ledger.append(b"lost", MESSAGE)
+    assert path.read_bytes() == whole
+    monkeypatch.setattr(os, "fsync", fsync)
+    ledger.append(b"next", MESSAGE)
+    Ledger(path).append(b"after a restart", MESSAGE)
+    assert [e["bytes"] for e in read_ledger(path)] == [1, 2, 3, 4, 15]
+
+
+@pytest.mark.parametrize("left", [40, None])
+def test_what_could_not_be_taken_back_is_read_again(path, monkeypatch, left):
+    ledger, size = Ledger(path), path.stat().st_size
+
+    def fail(file, *_):
+        if isinstance(file, int) and left is not None:
+            os.ftruncate(file, size + left)
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        broken.setattr(os, "truncate", fail)
+        with pytest.raises(FederationError, match="Input/output error"):
+            ledger.append(b"lost", MESSAGE)
+    ledger.append(b"next", MESSAGE)
+    ledger.append(b"next", MESSAGE)
+    assert len(read_ledger(path)) == (5 if left else 6)
+
+
+def test_two_jobs_of_one_run_write_one_chain(path):
+    old, new = Ledger(path), Ledger(path)
+    for ledger in (old, new, new, old):
+        ledger.append(b"x", MESSAGE)
+    assert [e["number"] for e in read_ledger(path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_writers_at_the_same_time_do_not_break_the_chain(path):
+    def write(ledger):
+        for _ in range(10):
+            ledger.append(b"x", MESSAGE)
+
+    writers = [threading.Thread(target=write, args=(Ledger(path),)) for _ in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(read_ledger(path)) == 33
+
+
+def test_a_ledger_that_another_process_keeps_is_told(path, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.1)
+    with (
+        FileLock(path.with_name(f".{LEDGER}.lock")),
+        pytest.raises(FederationError, match="another process keeps it locked"),
+    ):
+        Ledger(path).append(b"x", MESSAGE)
 
 
 def test_values_that_are_not_finite_are_written_and_read(path):
