@@ -19,6 +19,7 @@ from medfed.tracking.records import write_atomically
 
 META = "run.json"
 EXPERIMENT = "experiment.yaml"
+PATIENCE = 2.0  # who looks whether a run is held has its lock for a moment
 
 
 class RunFolder:
@@ -90,7 +91,7 @@ class RunFolder:
         """Keeps other processes from running the same run at the same time."""
         lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=PATIENCE)
         except Timeout:
             raise FederationError(
                 "another process is running this run.", where=str(self.path), fix="Wait for it or stop it."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,7 +121,7 @@ def build_host(
 
 
 def write_report(plan: SitePlan, data: SiteData, settings: SiteSettings, bundle: TrainingBundle, folder: Path) -> None:
-    """Writes ``site.json``: with what the site takes part. It stays at the site."""
+    """Writes ``site.json``, atomically: with what the site takes part. It stays at the site."""
     report = {
         "run": plan.run,
         "method": plan.method,
@@ -134,4 +135,9 @@ def write_report(plan: SitePlan, data: SiteData, settings: SiteSettings, bundle:
         "device": str(resolve_device(settings.device)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / REPORT).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    new = folder / f"{REPORT}.writing"
+    with open(new, "w", encoding="utf-8") as file:
+        json.dump(report, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, folder / REPORT)

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from medfed.engines.nvflare.participant import FILES, MODULES, healthy
 from medfed.errors import ConfigError, FederationError, MedfedError
 from medfed.ledger import LEDGER, read_ledger
+from medfed.rundir import META, RunFolder
 
 RUNS, SITE_REPORT, SITE_ERRORS = "runs", "site.json", "errors.log"  # as in plan.py and hosting.py, heavy to import
 DAEMON, SHUTDOWN = "daemon_pid.fl", "shutdown.fl"  # of NVFlare's start.sh
@@ -94,13 +95,19 @@ def status(kit: Path) -> Iterator[str]:
     for run in (r for r in runs if r.is_dir()):
         if role == "site":
             yield from _at_site(run)
-        elif (run / "run.json").is_file():  # what MLflow keeps lies there too
+        elif (run / META).is_file():  # what MLflow keeps lies there too
             yield from _at_server(run)
 
 
 def _at_server(run: Path) -> Iterator[str]:
-    meta = _json(run / "run.json")
-    lines = (run / "records.jsonl").read_bytes().splitlines() if (run / "records.jsonl").is_file() else []
+    folder = RunFolder(run)
+    try:
+        meta = folder.meta()
+    except MedfedError as error:
+        yield f"run {run.name}: {error.what}"
+        return
+    # What stands behind the last end of a line was torn by a crash, or is being written.
+    lines = folder.records.read_bytes().split(b"\n")[:-1] if folder.records.is_file() else []
     state = meta.get("status")
     if state == "running" and not _held(run / ".lock"):
         state = "broken off (submit its job again)"
@@ -149,4 +156,8 @@ def _at_site(run: Path) -> Iterator[str]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there, or torn by a crash: the site writes it anew when it begins again
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -6,20 +6,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from filelock import FileLock
 from typer.testing import CliRunner
 
+from medfed import rundir
 from medfed.cli import app
 from medfed.engines.nvflare import hosting, jobs, keeping, participant, plan
 from medfed.engines.nvflare.keeping import process_of, role_of, status, stop
 from medfed.errors import ConfigError, FederationError
 from medfed.federation.messages import Message
 from medfed.ledger import LEDGER, Ledger
+from medfed.rundir import RunFolder
 
 
 @pytest.fixture
@@ -123,6 +127,70 @@ def test_a_server_reads_how_its_runs_stand(kit):
         "  last round: 1 of 2 sites counted",
         "  b: is not connected",
     ]
+
+
+@pytest.mark.parametrize("torn", ['{"round": 2, "adm', '{"round": 2}', ""])
+def test_a_record_torn_by_a_crash_is_passed_over(kit, torn):
+    (kit / "startup" / "fed_client.json").rename(kit / "startup" / "fed_server.json")
+    run = kit / "runs" / "r1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"method": "fedism", "status": "failed", "rounds": 9}))
+    record = {"round": 1, "asked": ["a", "b"], "admitted": ["a"], "refused": []}
+    (run / "records.jsonl").write_text(json.dumps(record) + "\n" + torn)
+    assert list(status(kit))[1:] == ["run r1: fedism, failed, round 1 of 9", "  last round: 1 of 2 sites counted"]
+    (run / "run.json").write_text('{"method"')
+    assert list(status(kit))[1:] == ["run r1: its run.json is damaged."]
+
+
+def test_a_report_of_a_site_torn_by_a_crash_is_passed_over(kit):
+    own = kit / "runs" / "r1" / "north"
+    own.mkdir(parents=True)
+    (own / "site.json").write_text('{"run"')
+    assert list(status(kit))[1:] == ["run r1", "  nothing was sent yet"]
+
+
+def test_a_report_of_a_site_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    plan = SimpleNamespace(run="r1", method={"name": "fedism"}, bundle="bundles/x", bundle_hash="a")
+    data = SimpleNamespace(training=[1, 2], held_out=None)
+    settings = SimpleNamespace(overrides={}, evaluation="counts", device="cpu")
+    bundle = SimpleNamespace(content_hash=lambda: "b")
+    hosting.write_report(plan, data, settings, bundle, tmp_path)
+    before = (tmp_path / "site.json").read_text()
+    assert json.loads(before)["training_images"] == 2
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    data.training.append(3)
+    with pytest.raises(OSError, match="No space"):
+        hosting.write_report(plan, data, settings, bundle, tmp_path)
+    assert (tmp_path / "site.json").read_text() == before
+
+
+def test_a_run_begins_although_somebody_looks_at_it_just_then(tmp_path, monkeypatch):
+    looks = threading.Event()
+
+    def look():
+        with FileLock(tmp_path / ".lock"):
+            looks.set()
+            time.sleep(0.2)
+
+    onlooker = threading.Thread(target=look)
+    onlooker.start()
+    assert looks.wait(10)
+    with monkeypatch.context() as patient:
+        patient.setattr(rundir, "PATIENCE", 30.0, raising=False)  # a busy machine may keep the onlooker from its end
+        with RunFolder(tmp_path).held():
+            assert keeping._held(tmp_path / ".lock")
+    onlooker.join()
+    monkeypatch.setattr(rundir, "PATIENCE", 0.1, raising=False)
+    with (
+        FileLock(tmp_path / ".lock"),
+        pytest.raises(FederationError, match="another process is running this run"),
+        RunFolder(tmp_path).held(),
+    ):
+        pass
 
 
 def test_a_start_is_checked_first(kit: Path, capsys):
