@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+import psutil
 
 from medfed.data.decode import Undecodable, probe
 
@@ -120,9 +121,20 @@ def _save(store: Path, known: dict[str, tuple[object, ...]]) -> None:
     draft = store.with_suffix(f".{os.getpid()}.draft")
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(list(known.values()), columns=list(COLUMNS)).to_parquet(draft, index=False)
-        draft.chmod(0o600)
+        _remove_drafts(store.parent)
+        with open(draft, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            pd.DataFrame(list(known.values()), columns=list(COLUMNS)).to_parquet(file, index=False)
         draft.replace(store)
     except OSError:
+        pass
+    finally:
         with contextlib.suppress(OSError):
-            draft.unlink()
+            draft.unlink(missing_ok=True)
+
+
+def _remove_drafts(cache: Path) -> None:
+    """Removes what killed processes left: it holds patient ids, and nobody reads it."""
+    for draft in cache.glob("headers-*.draft"):
+        number = draft.suffixes[-2][1:]
+        if number.isdecimal() and (int(number) == os.getpid() or not psutil.pid_exists(int(number))):
+            draft.unlink(missing_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -72,6 +74,43 @@ def test_index_is_private(series, tmp_path):
     cache = tmp_path / "cache"
     index_headers(series, cache=cache, name="x")
     assert [f.stat().st_mode & 0o077 for f in cache.iterdir()] == [0]
+
+
+def test_draft_of_a_killed_process_is_private_and_goes_with_the_next(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*_, **__):
+        raise Killed
+
+    cache, text, modes = tmp_path / "cache", tmp_path / "bad.dcm", []
+    text.write_text("this is text")
+    cache.mkdir()
+    umask = os.umask(0o022)
+    genuine = header_index.pd.DataFrame.to_parquet
+
+    def looked_at(table, file, **options):
+        genuine(table, file, **options)
+        modes.extend(p.stat().st_mode & 0o777 for p in cache.glob("*.draft"))
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(header_index.pd.DataFrame, "to_parquet", looked_at)
+            patch.setattr(header_index.Path, "unlink", kill)
+            patch.setattr(header_index.Path, "replace", kill)
+            with pytest.raises(Killed):
+                index_headers([text], cache=cache, name="x")
+    finally:
+        os.umask(umask)
+    assert modes == [0o600]
+    (left,) = cache.iterdir()
+    stem = left.name.split(".")[0]
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"{stem}.{ended.pid}.draft", f"headers-other.{ended.pid}.draft", f"{stem}.{os.getppid()}.draft"):
+        (cache / name).write_text("patients")
+    index_headers([text], cache=cache, name="x")
+    assert sorted(p.name for p in cache.iterdir()) == sorted([f"{stem}.parquet", f"{stem}.{os.getppid()}.draft"])
 
 
 def test_cache_folder_follows_the_platform(monkeypatch, tmp_path):
