@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,24 @@ def demo_experiment(kind: str, folder: Path, rounds: int | None = None) -> dict[
     }
 
 
+def make_images(folder: Path, kind: str) -> None:
+    """Makes the cohort as a whole or not at all: it takes its name when all images are there.
+
+    Args:
+        folder: where to; absent or empty.
+        kind: ``derm``, ``ct`` or ``oct``.
+    """
+    from medfed.data.demo import make_demo_cohort
+
+    draft = folder.with_name(f"{folder.name}.writing")
+    if draft.exists():  # of a demo that was stopped
+        shutil.rmtree(draft)
+    make_demo_cohort(draft, kind, patients=DEMOS[kind].patients, seed=0)  # type: ignore[arg-type]
+    if folder.exists():
+        folder.rmdir()
+    draft.rename(folder)
+
+
 def demonstrate(kind: str, folder: Path, rounds: int | None, screen: Screen) -> list[Path]:
     """Makes the cohort unless it is there, runs both methods and shows what came out.
 
@@ -97,7 +116,6 @@ def demonstrate(kind: str, folder: Path, rounds: int | None, screen: Screen) -> 
     """
     import yaml
 
-    from medfed.data.demo import make_demo_cohort
     from medfed.report.html import experiment_page
     from medfed.report.plots import comparison_plot
     from medfed.report.runs import load_run
@@ -106,9 +124,9 @@ def demonstrate(kind: str, folder: Path, rounds: int | None, screen: Screen) -> 
     folder = folder.absolute()
     data = demo_experiment(kind, folder, rounds)
     images = Path(data["cohort"]["root"])
-    if not images.exists():
+    if not (images.is_dir() and any(images.iterdir())):
         screen.say(f"Making images in {images}")
-        make_demo_cohort(images, kind, patients=DEMOS[kind].patients, seed=0)  # type: ignore[arg-type]
+        make_images(images, kind)
     file = folder / f"{kind}.yaml"
     file.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     runs = []
