@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands that need them, so that ``medfed 
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from enum import Enum
@@ -16,6 +17,9 @@ import typer
 from medfed.bundle_cli import app as bundle_app
 from medfed.cli_nvflare import nvflare
 from medfed.errors import ConfigError, MedfedError
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EFBIG}
+"""What a disk refuses: no fault of medfed's, so no traceback."""
 
 
 class Spread(str, Enum):
@@ -399,6 +403,11 @@ def main() -> None:
         app(standalone_mode=True)
     except MedfedError as error:
         typer.echo(f"medfed: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        typer.echo(f"medfed: {error.filename or 'a file'}: {error.strerror}. See to the disk, then go on.", err=True)
         sys.exit(2)
     except KeyboardInterrupt:
         typer.echo("medfed: stopped.", err=True)

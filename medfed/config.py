@@ -154,7 +154,7 @@ class EvaluationSection(Section):
         every: rounds between evaluations; the last rounds (``last``) are always evaluated.
         batch_size: images a forward pass.
         last: rounds averaged for the final table (the paper averages the last five).
-        keep_predictions: rounds of per-sample predictions kept on disk (the newest ones).
+        keep_predictions: rounds of per-sample predictions kept on disk (the newest; those of the best round besides).
     """
 
     every: int = Field(1, ge=1)

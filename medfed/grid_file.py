@@ -49,7 +49,8 @@ class GridFile(Section):
         conditions: a list of changes by dotted name, each with an optional ``label``; or axes, which are multiplied:
             by dotted name a list of values, by any other name a list of such changes.
         seeds: seeds of the training; also of the condition where the base does not set ``condition.seed``.
-        devices: devices that cells run on side by side, e.g. ``[cuda:0, cuda:1]``; without it the CPU.
+        devices: devices that cells run on side by side, e.g. ``[cuda:0, cuda:1]``; without it the base's
+            ``engine.device``.
         baseline: label of the method that differences are taken against; by default the first.
         metrics: metrics of the tables; by default those of ``medfed compare``.
         output: folder of the grid's folder.

@@ -28,7 +28,9 @@ Progress = Callable[[int, int], None]
 
 
 def user_cache() -> Path:
-    """The user's cache folder of medfed on this platform."""
+    """The folder that ``MEDFED_CACHE`` names, else the user's cache folder of medfed on this platform."""
+    if given := os.environ.get("MEDFED_CACHE"):
+        return Path(given)
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
     elif sys.platform == "darwin":

@@ -6,7 +6,7 @@ al., 2026) would accuse clients with bad images, whose labels are hard to predic
 principles have in common and compares like with like: *peers* are clients with images of like quality, found without
 labels (:mod:`medfed.reliability.peers`).
 
-- Labels are judged among peers, once before training and again at every checkpoint.
+- Labels are judged among peers once before training (with ``revise: true`` again at every checkpoint).
 - The merit of a client is ``w_k ~ N_k purity_k need_g^q``. ``purity_k = 1 - C/(C-1) wrong_k`` of a client that is not
   judged clean: of its gradient so much is signal under symmetric noise. ``need_g`` is the loss within the radius,
   F + S (``follow: sharpness`` for S alone), of the received model: measured at clean clients, it is the mean over the
@@ -285,7 +285,7 @@ METHOD = Method(
     program=program,
     tasks={**oct_fedsir.TASKS, "need": need},
     settings=FedMeritSettings,
-    sends="evidence at each checkpoint; loss and sharpness from clean clients; class references from clean clients",
+    sends="evidence; loss, sharpness and class references from clean clients",
     keeps="training targets, class similarity, audit of its own labels",
     needs="a clean client",
     task_kinds=("multiclass",),

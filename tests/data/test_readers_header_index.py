@@ -115,5 +115,8 @@ def test_draft_of_a_killed_process_is_private_and_goes_with_the_next(tmp_path, m
 
 def test_cache_folder_follows_the_platform(monkeypatch, tmp_path):
     monkeypatch.setattr(header_index.sys, "platform", "linux")
+    monkeypatch.delenv("MEDFED_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "medfed"
+    monkeypatch.setenv("MEDFED_CACHE", str(tmp_path / "elsewhere"))
+    assert user_cache() == tmp_path / "elsewhere"

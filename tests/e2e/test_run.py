@@ -282,6 +282,21 @@ def test_interrupt_ends_with_130_wherever_it_strikes(tmp_path):
     assert (done.returncode, done.stderr) == (130, "medfed: stopped.\n")
 
 
+@pytest.mark.parametrize(("number", "code"), [("ENOSPC", 2), ("EACCES", 2), ("ENOTSOCK", 1)])
+def test_what_the_disk_refuses_is_one_message_without_a_traceback(tmp_path, number, code):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\nimport medfed.cli\n"
+        "def app(**options):\n"
+        f"    raise OSError(errno.{number}, os.strerror(errno.{number}), '/data/file')\n"
+        "medfed.cli.app = app\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "medfed"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert ("Traceback" in done.stderr) == (code == 1)
+    assert "/data/file" in done.stderr
+
+
 def test_completed_run_goes_on_to_more_rounds_as_if_planned(finished, start, tmp_path):
     """The weights are those of a run that was to have so many rounds; MLflow has one run with all of them."""
     from mlflow import MlflowClient

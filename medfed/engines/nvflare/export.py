@@ -45,7 +45,9 @@ def rooted(experiment: Experiment) -> dict[str, Any]:
         data["cohort"]["root"] = str(experiment.cohort.root.resolve())
     if Path(experiment.bundle).expanduser().is_dir():
         data["bundle"] = str(Path(experiment.bundle).expanduser().resolve())
-    return {**data, "cache": str(experiment.cache_dir.resolve())}
+    if experiment.cache is not None:  # otherwise the server's own: who exports may be somebody else
+        data["cache"] = str(experiment.cache_dir.resolve())
+    return data
 
 
 def check_secrets(experiment: Experiment) -> None:

@@ -80,9 +80,11 @@ def test_every_argument_of_the_experiment_is_in_the_exported_json(job, experimen
 def test_paths_of_the_exported_experiment_are_absolute(experiment, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     relative = experiment.model_copy(update={"cohort": experiment.cohort.model_copy(update={"root": Path("images")})})
-    data = rooted(relative)
+    data = rooted(relative.model_copy(update={"cache": Path("store")}))
     assert data["cohort"]["root"] == str(tmp_path.resolve() / "images")
-    assert Path(data["cache"]).is_absolute()
+    assert data["cache"] == str(tmp_path.resolve() / "store")
+    # Not the folder of whoever exports: the server has one of its own.
+    assert rooted(relative.model_copy(update={"cache": None}))["cache"] is None
     assert data["bundle"] == "oct_bscan_classification"
 
 
