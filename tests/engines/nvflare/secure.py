@@ -52,6 +52,8 @@ class Secure:
         self.kits = self.provision("fed", sites)
         for site in sites:
             shutil.copytree(root / "shares" / site, self.kits / site / "local", dirs_exist_ok=True)
+            with open(self.kits / site / "local" / "site.yaml", "a") as file:
+                file.write("threads: 1\n")  # the weights' last bits are those of a number of threads
 
     def export(self, data: dict[str, Any], name: str = "job") -> None:
         """Makes another job for the same sites; from then on it is the one that is meant."""
