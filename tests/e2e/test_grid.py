@@ -167,7 +167,7 @@ def test_images_that_are_not_there_are_missed_before_anything_starts(tmp_path, o
     [
         ("fedism_ich", 21 * 3 * 3, ["condition.partition.corrupted"]),
         ("fedism_isic", 21 * 3 * 3, ["condition.partition.corrupted"]),
-        ("quality_parts_small", 12 * 3, []),
+        ("quality_parts_small", 19 * 3, []),
         ("oct_fedsir_kermany", 16 * 3 * (1 + 7 + 6) * 3, ["condition.partition.alpha", NOISE]),
         ("quality_small", 10 * 2 * 3, ["condition.partition.corrupted"]),
         ("noise_small", 12 * 2 * (1 + 3 + 3) * 3, ["condition.partition.alpha", NOISE]),
