@@ -14,8 +14,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from medfed.durable import write_atomically
 from medfed.errors import ConfigError, FederationError
-from medfed.tracking.records import write_atomically
 
 META = "run.json"
 EXPERIMENT = "experiment.yaml"

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from medfed.durable import sync_folder
 from medfed.errors import FederationError
 from medfed.federation.messages import Message, State, check_plain
 
@@ -145,15 +146,6 @@ def _whole(path: Path) -> bool:
     except (SafetensorError, ValueError):
         return False
     return True
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def unshared(tensors: State) -> State:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medfed.tracking.records import write_atomically
+from medfed.durable import write_atomically
 
 FEDERATION = ""
 """The key of the federation's own run among the runs of its clients."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from medfed.durable import sync_folder, write_atomically
 from medfed.errors import DataError, FederationError
 
 NON_FINITE = "non_finite"
@@ -179,28 +180,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and type(record.get("round")) is int else None
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replaces a file as a whole, durably: after a crash it holds the old or the new content."""
-    new = path.with_name(path.name + ".writing")
-    try:
-        with open(new, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the creation or renaming of a file in a folder durable (where the system can)."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

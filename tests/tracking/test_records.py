@@ -8,8 +8,9 @@ import os
 import numpy as np
 import pytest
 
+from medfed.durable import write_atomically
 from medfed.errors import DataError, FederationError
-from medfed.tracking.records import RecordLog, write_atomically
+from medfed.tracking.records import RecordLog
 
 
 @pytest.fixture

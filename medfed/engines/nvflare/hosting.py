@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medfed.data.cohort import Task
+from medfed.durable import write_atomically
 from medfed.engines.host import ClientHost
 from medfed.engines.nvflare.held_out import HELD_OUT, SiteData, keep_apart, measuring
 from medfed.engines.nvflare.plan import RUNS, SitePlan
@@ -135,9 +135,4 @@ def write_report(plan: SitePlan, data: SiteData, settings: SiteSettings, bundle:
         "device": str(resolve_device(settings.device)),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f"{REPORT}.writing"
-    with open(new, "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, folder / REPORT)
+    write_atomically(folder / REPORT, json.dumps(report, indent=1).encode())
